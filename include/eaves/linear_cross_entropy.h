@@ -197,8 +197,9 @@ struct LinearCrossEntropyBackwardArgs {
   TensorView target_mass = {};
   TensorView divisor = {};
 
-  /// inout, optional; as a forward with the same inputs wrote it. With grad_entropy a `kept` of bfloat16 is written
-  /// over, and must not be given to another backward. Not with shards.
+  /// inout, optional; as a forward with the same inputs wrote it, and where rows are left out, both captured in a CUDA
+  /// graph or neither. With grad_entropy a `kept` of bfloat16 is written over, and must not be given to another
+  /// backward. Not with shards.
   TensorView kept = {};
 
   LinearCrossEntropyGradients gradients = {};

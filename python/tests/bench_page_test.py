@@ -227,7 +227,9 @@ def test_a_file_that_is_no_result_is_refused_in_one_sentence(spoil: Any, tmp_pat
 
 # ---------------------------------------------------------------------------------------------------- what is committed
 
-COMMITTED = [PROGRAM / "results" / name / "README.md" for name in ("intel-xeon", "nvidia-h100-80gb-hbm3", "nvidia-h200")]
+COMMITTED = [
+    PROGRAM / "results" / name / "README.md" for name in ("intel-xeon", "nvidia-h100-80gb-hbm3", "nvidia-h200")
+]
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.parent.name)

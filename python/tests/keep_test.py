@@ -109,6 +109,24 @@ def test_with_checkpoints_and_tensors_moved_by_hooks(device: torch.device) -> No
         torch.testing.assert_close(gradients(device, weighted, algorithm="keep"), expected)
 
 
+@pytest.mark.parametrize("is_forward_captured", [False, True])
+def test_cuda_graphs_of_both_or_of_the_backward(cuda: torch.device, is_forward_captured: bool) -> None:
+    hidden, head, tokens = tensors(cuda)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+    def forward() -> Tensor:
+        return eaves.linear_log_prob(hidden, head, tokens, algorithm="keep", skip_ignored=True).sum()
+
+    with torch.cuda.stream(stream):
+        loss = forward()
+        expected = torch.autograd.grad(loss, [hidden, head], retain_graph=True)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        found = torch.autograd.grad(forward() if is_forward_captured else loss, [hidden, head], retain_graph=True)
+    graph.replay()
+    torch.testing.assert_close(found, expected)
+
+
 def test_transforms_recompute(device: torch.device) -> None:
     hidden, head, tokens = tensors(device)
     per_row = torch.func.jacrev(lambda x: eaves.linear_log_prob(x, head, tokens, algorithm="keep"))(hidden)

@@ -108,7 +108,8 @@ def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor 
     hidden, head, bias, *others, _, lse, entropy, target_mass, divisor, number_tensor, last = ctx.saved_tensors
     place, kept = (None, last) if ctx.shard is None else (last, None)
     if kept is not None:
-        is_usable = ctx.has_kept and not torch.compiler.is_compiling() and not any(map(is_batched, given(*upstream)))
+        is_one_call = not torch.compiler.is_compiling() and not any(map(is_batched, given(*upstream)))
+        is_usable = ctx.has_kept and is_one_call and ctx.is_captured == _is_captured(hidden)
         kept = kept.data if is_usable else None  # .data: it is written over, and that is no error of the caller's
         ctx.has_kept = ctx.has_kept and upstream[2] is None
     refuse_zero3(ctx.op, head=head, bias=bias)
@@ -184,12 +185,18 @@ class Recompute(torch.autograd.Function):
         return _compute_again(ctx, upstream)
 
 
+def _is_captured(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured. There no row is left out, so rows have other numbers."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class Keep(torch.autograd.Function):
     """The same, with what the backward multiplies by kept. A backward of an entropy writes over that, and a later one
     computes the logits again."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        ctx.is_captured = _is_captured(arguments[0])
         results = run_forward(arguments[TENSORS], arguments[_FORWARD])
         _save(ctx, arguments, results)
         return tuple(results[:-1])

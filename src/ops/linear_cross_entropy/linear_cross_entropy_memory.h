@@ -163,8 +163,9 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
       return static_cast<float*>(take(is_needed, count, sizeof(float)));
     };
     FusedMemory& fused = memory.fused;
+    const std::int64_t finished = is_backward ? std::max(block.rows, shape.kept_rows) : block.rows;  // at once
     fused.shift = take_floats(true, block.rows);
-    fused.target = static_cast<std::int32_t*>(take(true, block.rows, sizeof(std::int32_t)));
+    fused.target = static_cast<std::int32_t*>(take(true, finished, sizeof(std::int32_t)));
     fused.target_logit = take_floats(true, block.rows);
     fused.sums = take_floats(!is_backward, sums);
     fused.moments = take_floats(!is_backward, sums);
@@ -173,11 +174,11 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
     fused.samples = memory.logits;  // read before the product writes there
     fused.constant = take_floats(is_backward, block.rows);
     fused.slope = take_floats(is_backward, block.rows);
-    fused.row_factor = take_floats(has_exps, block.rows);
-    fused.target_gradient = take_floats(has_exps, block.rows);
+    fused.row_factor = take_floats(has_exps, finished);
+    fused.target_gradient = take_floats(has_exps, finished);
     const bool adds_targets = has_exps && (shape.has_grad_head || shape.has_grad_bias);
     fused.first_of_class = static_cast<std::int32_t*>(take(adds_targets, shape.classes, sizeof(std::int32_t)));
-    fused.has_more_rows = static_cast<std::int32_t*>(take(adds_targets, block.rows, sizeof(std::int32_t)));
+    fused.has_more_rows = static_cast<std::int32_t*>(take(adds_targets, finished, sizeof(std::int32_t)));
     const bool scales_hidden = has_exps && shape.has_grad_head;
     fused.scaled_hidden = scales_hidden && shape.has_grad_hidden
                               ? memory.grad_hidden

@@ -110,9 +110,9 @@ class FusedChunks final : public LinearCrossEntropyChunks {
 
   /// Calls function(fused rows, gradient, exps, first row) for each chunk, whose hidden has been gathered.
   template <typename Function>
-  void for_each_kept_chunk(std::int64_t rows, Function function) {
-    for (std::int64_t first = 0; first < rows; first += block_.rows) {
-      const std::int64_t count = std::min(block_.rows, rows - first);
+  void for_each_kept_chunk(std::int64_t rows, std::int64_t at_once, Function function) {
+    for (std::int64_t first = 0; first < rows; first += at_once) {
+      const std::int64_t count = std::min(at_once, rows - first);
       if (gathers_) steps_.gather_hidden(first, count);
       FusedGradient gradient = fused_gradient(first, count, problem_.classes);
       gradient.to = kept_exps(first);
@@ -132,33 +132,42 @@ class FusedChunks final : public LinearCrossEntropyChunks {
     return {suits ? problem_.grad_hidden : nullptr, stride};
   }
 
+  void add_targets_of(const FusedRows& fused) {
+    if (problem_.grad_head == nullptr && problem_.grad_bias == nullptr) return;
+    add_targets(fused, problem_.grad_head, problem_.grad_head_dtype, problem_.grad_head_stride, memory_.grad_bias);
+  }
+
   /// The products are those of forward(), but dW is one product of all rows where their f x have a place. With
-  /// dL/d(entropy) the exps become the gradient of the logits, and both products are of that.
+  /// dL/d(entropy) the exps become the gradient of the logits, and both products are of that. Rows that are gathered,
+  /// or whose f x have no place, are finished chunk by chunk, twice; else all at once.
   void backward_of_kept_exps(std::int64_t rows) override {
     const std::int64_t classes = problem_.classes;
     const bool is_of_logits = problem_.grad_entropy != nullptr;
     const bool copies_hidden = problem_.grad_head != nullptr && (gathers_ || !is_of_logits);
     const GemmMatrix copy = memory_of_grad_hidden();
     const bool is_one_product = !copies_hidden || copy.data != nullptr;
-    for_each_kept_chunk(rows, [&](const FusedRows& fused, const FusedGradient& gradient, const GemmMatrix& exps,
-                                  std::int64_t first) {
-      finish_kept_exps(fused, gradient);
-      if (is_of_logits) write_gradient_of_exps(fused, gradient);
-      if (copies_hidden) {
-        const GemmMatrix chunk = is_one_product
-                                     ? GemmMatrix{element(copy.data, problem_.dtype, first * copy.stride), copy.stride}
-                                     : GemmMatrix{memory_.fused.scaled_hidden, problem_.features()};
-        copy_hidden(fused, is_of_logits ? nullptr : memory_.fused.row_factor, const_cast<void*>(chunk.data),
-                    chunk.stride);
-        if (!is_one_product) multiply_grad_head(first, fused.rows, 0, classes, exps, chunk, nullptr);
-      }
-      if (problem_.grad_bias == nullptr) return;
-      if (is_of_logits) {
-        steps_.add_bias_gradient(exps.data, fused.rows, classes, exps.stride, nullptr, first == 0, memory_.grad_bias);
-      } else {
-        add_bias_gradient(fused, gradient, first == 0, memory_.grad_bias);
-      }
-    });
+    const bool is_whole = is_one_product && !gathers_;
+    for_each_kept_chunk(
+        rows, is_whole ? rows : block_.rows,
+        [&](const FusedRows& fused, const FusedGradient& gradient, const GemmMatrix& exps, std::int64_t first) {
+          finish_kept_exps(fused, gradient);
+          if (is_of_logits) write_gradient_of_exps(fused, gradient);
+          if (copies_hidden) {
+            const GemmMatrix chunk =
+                is_one_product ? GemmMatrix{element(copy.data, problem_.dtype, first * copy.stride), copy.stride}
+                               : GemmMatrix{memory_.fused.scaled_hidden, problem_.features()};
+            copy_hidden(fused, is_of_logits ? nullptr : memory_.fused.row_factor, const_cast<void*>(chunk.data),
+                        chunk.stride);
+            if (!is_one_product) multiply_grad_head(first, fused.rows, 0, classes, exps, chunk, nullptr);
+          }
+          if (problem_.grad_bias == nullptr) return;
+          if (is_of_logits) {
+            steps_.add_bias_gradient(exps.data, fused.rows, classes, exps.stride, nullptr, first == 0,
+                                     memory_.grad_bias);
+          } else {
+            add_bias_gradient(fused, gradient, first == 0, memory_.grad_bias);
+          }
+        });
     const GemmMatrix all{problem_.kept.data, problem_.kept.stride};
     if (problem_.grad_head != nullptr && is_one_product) {
       multiply_grad_head(0, rows, 0, classes, all, copies_hidden ? copy : hidden_at(0), nullptr);
@@ -170,19 +179,25 @@ class FusedChunks final : public LinearCrossEntropyChunks {
       if (problem_.grad_hidden != nullptr) multiply_grad_hidden(0, rows, 0, classes, all, nullptr, false);
       return;
     }
-    for_each_kept_chunk(rows, [&](const FusedRows& fused, const FusedGradient& gradient, const GemmMatrix& exps,
-                                  std::int64_t first) {
-      if (problem_.grad_hidden != nullptr) multiply_grad_hidden(first, fused.rows, 0, classes, exps, nullptr);
-      if (is_of_logits) {
-        if (problem_.grad_hidden != nullptr) finish_grad_hidden(first, fused.rows);
-        return;
-      }
-      finish_kept_exps(fused, gradient);
-      if (problem_.grad_hidden != nullptr) write_grad_hidden_of(fused, first);
-      if (problem_.grad_head != nullptr || problem_.grad_bias != nullptr) {
-        add_targets(fused, problem_.grad_head, problem_.grad_head_dtype, problem_.grad_head_stride, memory_.grad_bias);
-      }
-    });
+    for_each_kept_chunk(
+        rows, block_.rows,
+        [&](FusedRows fused, const FusedGradient& gradient, const GemmMatrix& exps, std::int64_t first) {
+          if (problem_.grad_hidden != nullptr) multiply_grad_hidden(first, fused.rows, 0, classes, exps, nullptr);
+          if (is_of_logits) {
+            if (problem_.grad_hidden != nullptr) finish_grad_hidden(first, fused.rows);
+            return;
+          }
+          if (is_whole) {
+            fused.memory.row_factor += first;
+            fused.memory.target_gradient += first;
+            fused.memory.target += first;
+          } else {
+            finish_kept_exps(fused, gradient);
+          }
+          if (problem_.grad_hidden != nullptr) write_grad_hidden_of(fused, first);
+          if (!is_whole) add_targets_of(fused);
+        });
+    if (is_whole && !is_of_logits) add_targets_of(fused_rows(0, rows, 0, classes));
   }
 
   void multiply_samples(const FusedRows& rows) {
