@@ -33,7 +33,9 @@ def _eaves(algorithm: str, kept: float = 1.0) -> Callable[[Any, Row], Forward]:
     def make(function: Any, row: Row) -> Forward:
         options: dict[str, Any] = {"algorithm": algorithm, "skip_ignored": "zero_rows" in row.options}
         if kept != 1.0:
-            options["keep_bytes"] = int(kept * 2 * row.shape["batch"] * row.shape["v"])
+            options["keep_bytes"] = int(
+                kept * 2 * row.shape["batch"] * (row.shape["v"] + 64)
+            )  # numbers beside the logits
         if not _has_entropy(row):
             return lambda hidden, head, tokens: function(hidden, head, tokens, **options)
 

@@ -10,9 +10,9 @@
 //              linear_cross_entropy_small_workspace() as its limit it takes little memory and more time.
 //   recompute  linear_cross_entropy_forward, which keeps lse alone, and linear_cross_entropy_backward, which computes
 //              logits again, a block of rows and classes at a time. Four matrix products in little workspace.
-//   keep       the same two calls with a `kept` tensor: the forward writes the numbers of each logit of as many rows as
-//              it has, and the backward multiplies by them. Three matrix products, and one rounding of the sums of
-//              those rows, whatever dL/d(loss) is.
+//   keep       the same two calls with a `kept` tensor: the forward writes a number of each logit of as many rows as it
+//              has, and the backward multiplies by them. Three matrix products, whatever dL/d(loss) is. grad_head of
+//              kept exponentials is one product of all these rows where grad_hidden is wanted in the dtype of hidden.
 //
 // Logits are computed and read in float32 (float64 for float64): probabilities come from the product's own
 // accumulators, not from logits rounded to the type of hidden. Their gradient is rounded once to that type, as the
@@ -198,8 +198,9 @@ struct LinearCrossEntropyBackwardArgs {
   TensorView divisor = {};
 
   /// inout, optional; as a forward with the same inputs wrote it, and where rows are left out, both captured in a CUDA
-  /// graph or neither. With grad_entropy a `kept` of bfloat16 is written over, and must not be given to another
-  /// backward. Not with shards.
+  /// graph or neither. A backward writes over a `kept` of bfloat16: with grad_entropy all of it, which must not be
+  /// given to another backward; without, rows whose lse is not finite and whose gradient is 0. It is not read where the
+  /// rows of this call do not lie in the order of their shape. Not with shards.
   TensorView kept = {};
 
   LinearCrossEntropyGradients gradients = {};
@@ -263,8 +264,10 @@ std::size_t linear_cross_entropy_shard_forward_workspace_bytes(const LinearCross
                                                                const ExecutionContext& context = {});
 
 /// What a forward can keep in at most so many bytes. Exponentials on a GPU of compute capability 9.0, of a bfloat16
-/// `hidden` without soft targets, label smoothing, argmax, sum_sq, mean_logit, or a soft cap beside an entropy; of
-/// other calls logits, in twice the memory.
+/// `hidden` with at least 128 rows and a head of 4096 to 2^20 classes, whose features are contiguous and a multiple of
+/// 8, without soft targets, label smoothing, argmax, sum_sq, mean_logit, a soft cap beyond 50, or one together with an
+/// entropy; of other calls logits, in twice the memory or more. On a GPU a part of the rows is a multiple of 128. No
+/// row where the rows of hidden do not lie in the order of their shape, as in a transposed [T, B, features].
 LinearCrossEntropyKept linear_cross_entropy_kept(const LinearCrossEntropyForwardArgs& args, std::size_t most_bytes);
 
 /// A limit for the workspace of linear_cross_entropy_forward_backward on a GPU that saves memory and keeps three

@@ -137,6 +137,28 @@ def test_transforms_recompute(device: torch.device) -> None:
     torch.testing.assert_close(batched, expected)
 
 
+def test_torch_compile_leaves_calls_alone_whose_numbers_change() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(weighted, backend="eager")
+    for temperature in (0.5, 0.7, 0.9):
+        expected = gradients(CPU, weighted, temperature=temperature)
+        torch.testing.assert_close(gradients(CPU, compiled, temperature=temperature, algorithm="keep"), expected)
+
+
+def test_rows_in_another_order_are_computed_again(device: torch.device) -> None:
+    # A hook may give a tensor back in other strides.
+    storage = torch.randn(8, 5, D, device=device)
+    _, head, tokens = tensors(device)
+    tokens = tokens.view(5, 8)
+    for hidden in (storage.transpose(0, 1), storage.transpose(0, 1).contiguous()):
+        hidden = hidden.detach().requires_grad_()
+        expected = torch.autograd.grad(eaves.linear_log_prob(hidden, head, tokens).square().sum(), [hidden, head])
+        for unpacked in (lambda each: each, lambda each: each.clone(memory_format=torch.contiguous_format)):
+            with torch.autograd.graph.saved_tensors_hooks(lambda each: each, unpacked):
+                loss = eaves.linear_log_prob(hidden, head, tokens, algorithm="keep").square().sum()
+            torch.testing.assert_close(torch.autograd.grad(loss, [hidden, head]), expected)
+
+
 def test_torch_compile_leaves_the_call_alone() -> None:
     compiled = torch.compile(weighted, backend="eager")
     torch.testing.assert_close(gradients(CPU, compiled, algorithm="keep"), gradients(CPU, weighted))
@@ -182,6 +204,7 @@ def test_there_is_no_second_derivative() -> None:
         (ValueError, "keep_bytes is -1, expected at least 0", {"keep_bytes": -1}),
         (TypeError, "keep_bytes", {"algorithm": "keep", "keep_bytes": 0.5}),
         (NotImplementedError, 'algorithm is "keep"', {"algorithm": "keep", "temperature": torch.ones(N)}),
+        (NotImplementedError, "keep_bytes is given", {"keep_bytes": 5, "temperature": torch.ones(N)}),
     ],
 )
 def test_refusals(error: type[Exception], sentence: str, keywords: dict[str, Any]) -> None:
@@ -234,7 +257,7 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("keep_bytes", [None, 0, 16 * 2 * V])
+@pytest.mark.parametrize("keep_bytes", [None, 0, 16 * ROW_BYTES])
 def test_a_loss_of_tokens_is_that_of_all_logits(device: torch.device, entropy: bool, keep_bytes: int | None) -> None:
     assert_as_reference(device, policy_loss, entropy, keep_bytes=keep_bytes)
 
@@ -254,7 +277,7 @@ def preference(log_prob: Tensor, _: Tensor | None, rows: slice) -> Tensor:
 @pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize(("fn", "shape"), [(ratio_of_sequences, (8, 5)), (preference, (4, 2, 5))])
 def test_sequences_and_pairs_are_never_cut(device: torch.device, fn: Any, shape: tuple[int, ...]) -> None:
-    assert_as_reference(device, fn, False, shape, keep_bytes=16 * 2 * V)
+    assert_as_reference(device, fn, False, shape, keep_bytes=16 * ROW_BYTES)
 
 
 @pytest.mark.usefixtures("few_rows")
@@ -267,7 +290,54 @@ def test_packed_sequences_are_cut_at_their_boundaries(device: torch.device) -> N
         return sum((log_prob[a:b].sum() / 10).square() for a, b in itertools.pairwise(ends))  # type: ignore[return-value]
 
     for given in (boundaries, torch.tensor(boundaries, device=device)):
-        assert_as_reference(device, of_sequences, False, keep_bytes=16 * 2 * V, boundaries=given)
+        assert_as_reference(device, of_sequences, False, keep_bytes=16 * ROW_BYTES, boundaries=given)
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_what_is_kept_is_bounded_by_default(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One sequence of 40 tokens where a chunk has room for 16.
+    monkeypatch.setattr("eaves._calls.linear_log_prob_loss._KEEP_BYTES", 16 * ROW_BYTES)
+    hidden, head, tokens = tensors(device)
+
+    def run() -> Tensor:
+        return eaves.linear_log_prob_loss(
+            hidden.unsqueeze(0), head, tokens.unsqueeze(0), lambda log_prob, _, rows: log_prob.sum()
+        )
+
+    assert saved_elements(run) <= max(16 * 96, V * D)
+    expected = torch.autograd.grad(eaves.linear_log_prob(hidden, head, tokens).sum(), [hidden, head])
+    torch.testing.assert_close(torch.autograd.grad(run(), [hidden, head]), expected)
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_the_gradient_of_the_head_in_float32(device: torch.device) -> None:
+    hidden, head, tokens = tensors(device, torch.bfloat16)
+
+    def error(dtype: torch.dtype | None) -> float:
+        loss = eaves.linear_log_prob_loss(hidden, head, tokens, policy_loss, keep_bytes=0, grad_weight_dtype=dtype)
+        exact = reference(hidden, head, tokens, lambda log_prob, _, rows: policy_loss(log_prob, None, rows))
+        found, expected = (torch.autograd.grad(each, head)[0] for each in (loss, exact))
+        assert found.dtype == torch.bfloat16
+        return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+    assert error(torch.float32) <= error(None) * 1.01
+    assert error(torch.bfloat16) == error(None) < 0.02
+    with pytest.raises(ValueError, match="grad_weight_dtype"):
+        error(torch.float64)
+
+
+def test_autocast_of_a_float32_head(device: torch.device) -> None:
+    hidden, head, tokens = tensors(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = eaves.linear_log_prob_loss(hidden, head, tokens, policy_loss, grad_weight_dtype=torch.float32)
+        with pytest.raises(NotImplementedError, match="in float16"), torch.autocast(device.type, torch.float16):
+            eaves.linear_log_prob_loss(hidden, head, tokens, policy_loss)
+    expected = reference(hidden, head, tokens, lambda log_prob, _, rows: policy_loss(log_prob, None, rows))
+    found = torch.autograd.grad(loss, [hidden, head])
+    assert [each.dtype for each in found] == [torch.float32] * 2
+    torch.testing.assert_close(
+        found, tuple(each.float() for each in torch.autograd.grad(expected, [hidden, head])), rtol=0.05, atol=0.05
+    )
 
 
 def test_rows_that_the_loss_does_not_read_get_zeros(device: torch.device) -> None:
@@ -298,12 +368,20 @@ def test_a_frozen_head_a_bias_and_a_linear(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("error", "sentence", "change"),
     [
-        (ValueError, r"fn returned a tensor of shape \[40\]", {"fn": lambda log_prob, _, rows: log_prob}),
+        (ValueError, r"fn returned float32 of shape \[40\]", {"fn": lambda log_prob, _, rows: log_prob}),
         (ValueError, "fn returned 1.0", {"fn": lambda *_: 1.0}),
+        (ValueError, r"fn returned int64 of shape \[\]", {"fn": lambda *_: torch.tensor(3)}),
+        (TypeError, "entropy is 0.01, expected a bool", {"entropy": 0.01}),
+        (TypeError, "temperature is a tensor, expected a number", {"temperature": torch.ones(N)}),
+        (ValueError, r"linear_log_prob_loss: hidden has shape .*, head \[71\]", {"head": torch.zeros(V)}),
+        (TypeError, "linear_log_prob_loss: keep_bytes", {"keep_bytes": "4 GiB"}),
+        (NotImplementedError, "in float16", {"hidden": torch.zeros(N, D, dtype=torch.float16)}),
+        (TypeError, "boundaries is of type int", {"boundaries": 40}),
+        (TypeError, "boundaries is of type Tensor", {"boundaries": torch.tensor([0.0, 40.0])}),
         (TypeError, "fn is 3", {"fn": 3}),
         (ValueError, r"tokens \[39\]", {"tokens": torch.zeros(39, dtype=torch.int64)}),
-        (ValueError, r"boundaries is \[0, 39\]", {"boundaries": [0, 39]}),
-        (ValueError, r"boundaries is \[0, 5, 3, 40\]", {"boundaries": [0, 5, 3, 40]}),
+        (ValueError, r"boundaries begins with \[0, 39\]", {"boundaries": [0, 39]}),
+        (ValueError, r"boundaries begins with \[0, 5, 3, 40\]", {"boundaries": [0, 5, 3, 40]}),
         (TypeError, "unexpected keyword argument 'betas'", {"betas": 1}),
     ],
 )

@@ -90,7 +90,7 @@ def _split(results: list[Tensor], bits: int, shard: ShardArguments | None) -> tu
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor], is_loss_alone: bool = False) -> None:
-    """Keeps the tensors and options from which a backward computes the logits again."""
+    """Keeps what a backward needs."""
     tensors, ctx.options = inputs[TENSORS], inputs[OPTIONS]
     computed, gradients, number_tensor, ctx.shard, ctx.op, keep_bytes, ctx.grad_weight_out, _, followed = inputs[
         OPTIONS.stop :
@@ -191,8 +191,8 @@ def _is_captured(tensor: Tensor) -> bool:
 
 
 class Keep(torch.autograd.Function):
-    """The same, with what the backward multiplies by kept. A backward of an entropy writes over that, and a later one
-    computes the logits again."""
+    """As Recompute, with what the backward multiplies by kept. A backward of an entropy writes over that, and a later
+    one computes the logits again."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
@@ -205,8 +205,8 @@ class Keep(torch.autograd.Function):
 
 
 class Speed(torch.autograd.Function):
-    """The same, with the gradients that the bits `gradients` name computed in the forward, for an upstream gradient of
-    1. The first backward hands them out; a later one, and one that needs more than a factor, computes again."""
+    """As Recompute, with the gradients that the bits `gradients` name computed in the forward, for an upstream gradient
+    of 1. The first backward hands them out; a later one, and one that needs more than a factor, computes again."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:

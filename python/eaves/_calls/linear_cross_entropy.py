@@ -173,13 +173,14 @@ def _without_padding(call: LinearCrossEntropyCall, classes: int) -> LinearCrossE
 
 def computed(call: LinearCrossEntropyCall, shard: ShardArguments | None = None) -> Tensor | CrossEntropyOutput:
     """The loss of a call whose tensors are this rank's."""
+    keeps = call.algorithm == "keep" or call.keep_bytes is not None
+    if keeps and torch.compiler.is_compiling():
+        return uncompiled(call.op, computed)(call, shard)  # type: ignore[no-any-return]
     if call.classes is not None and shard is None:
         call = _without_padding(call, call.classes)
     tensors, options, number_tensor, wanted, names, wide = _checked(call, shard)
     op, out, (hidden, head, bias, targets, class_weight, _, _) = call.op, call.grad_weight_out, tensors
-    keep_bytes = None
-    if call.algorithm == "keep" or call.keep_bytes is not None:
-        keep_bytes = keep_bytes_of(op, call.algorithm, call.keep_bytes, shard is not None)
+    keep_bytes = keep_bytes_of(op, call.algorithm, call.keep_bytes, shard is not None) if keeps else None
     gradients = 0
     if torch.is_grad_enabled():
         for bit, each in zip(GRADIENTS, (hidden, head, bias)):
@@ -208,7 +209,7 @@ def computed(call: LinearCrossEntropyCall, shard: ShardArguments | None = None) 
                 keep_bytes = None
             if keep_bytes is not None:
                 function = Keep
-        run = apply if out is None and keep_bytes is None else uncompiled(op, apply)
+        run = apply if out is None else uncompiled(op, apply)
         results = run(
             op, function, *tensors, *options, bits, gradients | wide, number_tensor, shard, op, keep_bytes, out, wanted,
             followed,

@@ -83,14 +83,14 @@ class LogProbCall(NamedTuple):
     @property
     def with_rows(self) -> tuple[str, Any]:
         """The tensor that has the rows: its name and itself."""
-        return ("hidden", self.hidden) if self.op == "linear_log_prob" else ("logits", self.logits)
+        return ("logits", self.logits) if self.op == "log_prob" else ("hidden", self.hidden)
 
     @property
     def with_classes(self) -> tuple[str, Any]:
-        return ("head", self.head) if self.op == "linear_log_prob" else ("logits", self.logits)
+        return ("logits", self.logits) if self.op == "log_prob" else ("head", self.head)
 
     def class_axis(self) -> int:
-        return 0 if self.op == "linear_log_prob" else -1
+        return -1 if self.op == "log_prob" else 0
 
     def of_rank(self, cut: Local) -> LogProbCall:
         op, (name, _) = self.op, self.with_classes
@@ -314,6 +314,10 @@ def _head_options(call: LogProbCall, hidden: Tensor, head: Tensor) -> HeadOption
         raise NotImplementedError(
             f'{op}: algorithm is "{call.algorithm}", which takes one token for each row and a number as temperature; '
             'expected "auto", "memory" or "recompute"'
+        )
+    if call.keep_bytes is not None:
+        raise NotImplementedError(
+            f"{op}: keep_bytes is given, which takes one token for each row and a number as temperature; leave it out"
         )
     check_bool(op, "skip_ignored", call.skip_ignored)
     sums, out = accumulator_dtype(hidden.dtype), call.grad_weight_out

@@ -29,6 +29,7 @@ _NAMES = {
     },
     "log_prob": {"targets": "tokens"},
     "linear_log_prob": {"targets": "tokens"},
+    "linear_log_prob_loss": {"targets": "tokens"},
     "lrpe_cosine": {"offsets": "offset"},
 }  # fmt: skip
 

@@ -174,9 +174,12 @@ def check_algorithm(op: str, algorithm: object, workspace_bytes: object, keep_by
 def keep_bytes_of(op: str, algorithm: object, keep_bytes: object, is_shard: bool) -> int:
     """The most bytes that a forward keeps for the backward; -1: what all rows take."""
     if algorithm not in ("keep", "auto"):
-        raise ValueError(f'{op}: keep_bytes is {keep_bytes!r}, expected None with algorithm "{algorithm}"')
+        raise ValueError(
+            f'{op}: keep_bytes is {keep_bytes!r}, expected None with algorithm "{algorithm}"; pass algorithm="keep"'
+        )
     if is_shard:
-        raise NotImplementedError(f'{op}: over ranks nothing is kept; expected neither "keep" nor keep_bytes')
+        given = 'algorithm is "keep"' if algorithm == "keep" else "keep_bytes is given"
+        raise NotImplementedError(f"{op}: {given}, and over ranks nothing is kept; leave it out")
     if keep_bytes is None:
         return -1
     most = index_of(op, "keep_bytes", keep_bytes)

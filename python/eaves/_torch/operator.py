@@ -189,6 +189,7 @@ _TWICE_DIFFERENTIABLE = {
     "log_prob": "torch.log_softmax",
     "linear_cross_entropy": "torch.nn.functional.linear and cross_entropy",
     "linear_log_prob": "torch.nn.functional.linear and torch.log_softmax",
+    "linear_log_prob_loss": "torch.nn.functional.linear and torch.log_softmax",
     "linear_kl_div": "torch.nn.functional.linear and kl_div",
 }
 

@@ -162,13 +162,12 @@ def linear_cross_entropy(
         workspace_bytes: the most scratch memory that a call should take, in bytes; None: what suits the device. Where
             it is too little for the smallest chunk, the call takes what that needs.
         keep_bytes: with "keep", the most that the forward keeps for the backward, in bytes; the logits of other rows
-            are computed again. None: what all rows take, 2 bytes for each logit on a GPU of compute capability 9.0 (of
-            a bfloat16 input, 4096 classes or more, without label_smoothing, probabilities, argmax, sum_sq, mean_logit,
-            and an entropy beside a softcap), else 4. "auto" with keep_bytes is keep where it would be recompute. Such
-            calls are not compiled by torch.compile; torch.vmap and torch.func recompute.
-        skip_ignored: on a GPU, whether to leave out rows that are ignored or of weight 0 before anything is multiplied.
-            The call then waits once for the device, for their number; a CUDA graph cannot wait, so all are computed
-            there.
+            are computed again. None: what all rows take, 2 bytes for each logit where
+            docs/pytorch.md#what-the-forward-keeps says so, else 4. "auto" with keep_bytes is keep where it would be
+            recompute. Such calls are not compiled by torch.compile; torch.vmap and torch.func recompute.
+        skip_ignored: on a GPU, whether to leave out rows that are ignored or of weight 0 before anything is multiplied,
+            and in a backward with reduction "none" rows whose upstream gradients are 0. The call then waits once for
+            the device, for their number; a CUDA graph cannot wait, so all are computed there.
         grad_weight_dtype: of a product of 16 bits, what the chunks' parts of linear_weight's gradient are added up in:
             float32, rounded once to the dtype of linear_weight at the end, which needs a tensor of its shape in
             float32; or the dtype of the product. None: float32 where linear_weight is float32 (under torch.autocast),

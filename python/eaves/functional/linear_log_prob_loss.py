@@ -38,24 +38,27 @@ def linear_log_prob_loss(
 
     A chunk is computed by eaves.linear_log_prob, and autograd takes fn's derivative with respect to its
     log-probabilities and entropies, from which the chunk's gradients follow before the next chunk begins. So gradients
-    are computed in the forward, and the backward multiplies them by dL/d(loss). It equals fn of all rows where fn is a
-    sum over rows, or over groups of rows that `boundaries` holds together.
+    are computed in the forward, and the backward multiplies them by dL/d(loss). The result is fn of all rows where fn
+    is a sum over entries of the first axis, or over the sequences of `boundaries`.
 
     Args:
-        hidden: [N, ..., D], as in eaves.linear_log_prob. Chunks are parts of the first axis: with [B, T, D] sequences
-            are never cut, with [B // 2, 2, T, D] neither are pairs.
-        head, bias: as in eaves.linear_log_prob.
+        hidden: [N, ..., D], as in eaves.linear_log_prob, but not float16: gradients would underflow before a loss scale
+            multiplies them. Chunks are parts of the first axis: of [B, T, D] sequences are never cut, of
+            [B // 2, 2, T, D] neither are pairs. Where fn is a sum over tokens, hidden.flatten(0, 1) may be cut
+            anywhere.
+        head, bias: as in eaves.linear_log_prob; no DTensor.
         tokens: int32 or int64, [N, ...].
-        fn: fn(log_prob, entropy, rows) gives the loss of the rows hidden[rows], a scalar. log_prob is
-            [len(rows), ...], float32 (float64 for float64), entropy likewise, or None without `entropy`; rows is a
-            slice of the first axis, for the rows of advantages, masks and old log-probabilities. Gradients reach
-            log_prob and entropy alone: other tensors of fn get none.
+        fn: fn(log_prob, entropy, rows) gives the sum of the losses of hidden[rows], a tensor of shape []. To divide,
+            divide by a number of the whole batch: a mean() within fn is that of a chunk, and the result would depend on
+            the number of chunks. log_prob has the shape of tokens[rows], float32 (float64 for float64); entropy
+            likewise, or None without `entropy`; rows is a slice of the first axis, for the rows of advantages, masks
+            and old log-probabilities. Gradients reach log_prob and entropy alone: other tensors of fn get none.
         entropy: whether fn gets entropies.
         boundaries: optional, of packed sequences: cu_seqlens, [0, ..., N]. Chunks end there only. A tensor on a GPU is
             waited for.
         temperature, softcap, scale, ignore_index: as in eaves.linear_log_prob. Ignored tokens have log_prob 0.
-        keep_bytes: how many rows a chunk has follows from what it keeps, 2 bytes for each logit; None: 600 MiB. Rows of
-            a longer group beyond it are computed twice.
+        keep_bytes: a chunk has as many tokens as this many bytes keep a number of each logit for, at least 128; None:
+            600 MiB. The logits of a longer sequence beyond it are computed twice.
         workspace_bytes, skip_ignored, grad_weight_dtype: as in eaves.linear_cross_entropy. Each chunk rounds the sums
             of the head's gradient, but for grad_weight_dtype=torch.float32.
 
@@ -78,8 +81,8 @@ def linear_log_prob_loss(
     if unknown:
         refuse_unknown("linear_log_prob_loss", unknown, linear_log_prob_loss)
     of_rows = LogProbCall(
-        "linear_log_prob", None, hidden, head, bias, tokens, temperature, softcap, scale, ignore_index,
-        ("entropy",) if entropy else (), algorithm="keep", keep_bytes=keep_bytes, workspace_bytes=workspace_bytes,
-        skip_ignored=skip_ignored, grad_weight_dtype=grad_weight_dtype,
+        "linear_log_prob_loss", None, hidden, head, bias, tokens, temperature, softcap, scale, ignore_index,
+        keep_bytes=keep_bytes, workspace_bytes=workspace_bytes, skip_ignored=skip_ignored,
+        grad_weight_dtype=grad_weight_dtype,
     )  # fmt: skip
-    return loss_of_log_probs(LogProbLossCall(of_rows, fn, boundaries, grad_weight_dtype))
+    return loss_of_log_probs(LogProbLossCall(of_rows, fn, entropy, boundaries))

@@ -84,6 +84,25 @@ TEST_P(LinearCrossEntropyKept, LogitsGiveTheBitsOfARecomputingBackward) {
   EXPECT_TRUE(kept.gradients.head.bytes() == recomputed.gradients.head.bytes());
 }
 
+/// Rows of a transposed hidden are computed in another order than the per-row tensors', which the strides of the
+/// backward's tensors may change.
+TEST_P(LinearCrossEntropyKept, NothingIsKeptOfRowsInAnotherOrder) {
+  LinearCrossEntropyCase c{.device = device(), .dtype = DType::float32, .row_shape = {5, 7}, .classes = 71};
+  c.hidden_placement = with_strides({16, 80, 1});
+  LinearCrossEntropyRun transposed(c);
+  EXPECT_EQ(linear_cross_entropy_kept(transposed.forward_args(), kEnough).rows, 0);
+  c.hidden_placement = {};
+  c.kept_rows = 35;
+  c.grad_hidden_placement = with_strides({16, 80, 1});
+  c.grad_loss_placement = with_strides({1, 5});
+  c.options.reduction = Reduction::none;
+  check_linear_cross_entropy(c);
+  const TestTensor kept(device(), DType::float32, {1, logits_stride(c.classes)});
+  LinearCrossEntropyForwardArgs args = transposed.forward_args();
+  args.kept = kept.view();
+  EXPECT_THROW(linear_cross_entropy_forward(args), InvalidArgument);
+}
+
 TEST_P(LinearCrossEntropyKept, RefusesATensorOfAnotherShape) {
   LinearCrossEntropyCase c{.device = device(), .dtype = DType::bfloat16, .row_shape = {8}};
   c.kept_rows = 8;
@@ -127,11 +146,13 @@ TEST_P(LinearCrossEntropyKept, RowsWithoutUpstreamGradientsAreLeftOut) {
         for (std::int64_t i = 0; i < 50; ++i) {
           if (!has_upstream(i)) upstream->set(i, i % 2 == 0 ? 0.0 : -0.0);
         }
+        upstream->upload();
       }
     }
     for (std::int64_t i = 0; i < 50; ++i) {
       if (!has_upstream(i)) spoilt.hidden.set(i * c.features, std::numeric_limits<double>::quiet_NaN());
     }
+    spoilt.hidden.upload();
     run.run();
     LinearCrossEntropyComparison comparison(run);
     comparison.compare();
@@ -238,7 +259,9 @@ TEST_F(LinearCrossEntropyKeptOnGpu, RowsWithoutUpstreamGradientsGetZeros) {
     LinearCrossEntropyRun run(c);
     run.grad_loss.fill([](std::int64_t i) { return i % 3 == 0 ? 0.0 : 1.0; });
     run.grad_entropy.fill([](std::int64_t i) { return i % 3 == 0 ? 0.0 : 0.5; });
-    run.hidden.set(3 * c.features, std::numeric_limits<double>::infinity());  // row 3 has NaN statistics
+    // Row 3 has NaN statistics. (The product of an entropy's gradient reads hidden as it is.)
+    if (!has_entropy) run.hidden.set(3 * c.features, std::numeric_limits<double>::infinity());
+    run.hidden.upload();
     run.run();
     bool has_others = false;
     for (std::int64_t i = 0; i < 300; ++i) {

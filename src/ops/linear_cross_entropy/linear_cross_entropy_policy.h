@@ -97,7 +97,7 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
 };
 
 // How many classes the fused path is for.
-inline constexpr std::int64_t kLeastFusedClasses = 4096;    ///< with EAVES_FUSED_PRODUCT=1
+inline constexpr std::int64_t kLeastFusedClasses = 4096;    ///< with EAVES_FUSED_PRODUCT=1, and of kept exps
 inline constexpr std::int64_t kFasterFusedClasses = 16384;  ///< the loss alone, the backward, shards
 /// Both at once make three products in any case: of fewer classes they gain little or nothing, and would round hidden a
 /// second time.

@@ -1,6 +1,7 @@
 // The arguments of linear_cross_entropy: is the call legal, and what does it say in rows, features and classes. The
 // backends never see a bad one.
 #include <algorithm>
+#include <cstdint>
 #include <string>
 #include <utility>
 
@@ -12,6 +13,7 @@
 #include "eaves/linear_cross_entropy.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_memory.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_policy.h"
 
 namespace eaves {
 namespace {
@@ -268,11 +270,23 @@ std::int64_t kept_stride(const LinearCrossEntropyProblem& problem, DType dtype) 
   return dtype == DType::bfloat16 ? kept_exps_stride(problem.classes) : logits_stride(problem.classes);
 }
 
-/// What a forward keeps for the backward. It decides whether the call takes the fused path.
+/// Are the rows computed in the order of the per-row tensors, whatever the strides of the others?
+bool has_rows_in_order(const LinearCrossEntropyView& view) {
+  std::int64_t stride = 1;
+  for (int axis = view.rows.rank - 1; axis >= 0; --axis) {
+    if (view.rows.strides[kPerRow][axis] != stride) return false;
+    stride *= view.rows.sizes[axis];
+  }
+  return true;
+}
+
+/// What a forward keeps for the backward. It decides whether the call takes the fused path. A backward whose rows have
+/// another order than the forward's does not read it.
 void check_kept(Checked& checked, const TensorView& view) {
   LinearCrossEntropyProblem& problem = checked.problem;
   const Argument kept{problem.op, "kept", view};
-  if (!check::is_given(kept)) {
+  const bool is_in_order = has_rows_in_order(problem.view);
+  if (!check::is_given(kept) || (problem.mode == Mode::backward && !is_in_order)) {
     problem.is_fused = suits_fused_path(problem);
     return;
   }
@@ -286,8 +300,14 @@ void check_kept(Checked& checked, const TensorView& view) {
   check::has_shape(kept, {view.shape.size() == 2 ? view.shape[0] : 0, kept_stride(problem, view.dtype)},
                    "[rows, columns] as linear_cross_entropy_kept() says");
   check::is_contiguous(kept);
+  if (view.shape[0] != 0 && !is_in_order) {
+    check::fail(kept, "has rows, and those of `hidden` do not lie in the order of their shape; expected none");
+  }
+  if (are_exps && reinterpret_cast<std::uintptr_t>(view.data) % 16 != 0) {
+    check::fail(kept, "starts at an address that is no multiple of 16 bytes");
+  }
   checked.arguments.take_output(kept);
-  problem.kept = {view.data, view.dtype, std::min(view.shape[0], problem.rows()), view.strides[0]};
+  problem.kept = {view.data, view.dtype, std::min(view.shape[0], problem.rows()), view.shape[1]};
   problem.is_fused = are_exps;
 }
 
@@ -306,8 +326,12 @@ LinearCrossEntropyKept linear_cross_entropy_kept(const LinearCrossEntropyForward
   const LinearCrossEntropyProblem problem = make_problem(without);
   const DType dtype = suits_kept_exps(problem) ? DType::bfloat16 : problem.accumulator();
   const std::int64_t columns = kept_stride(problem, dtype);
-  const auto rows = static_cast<std::int64_t>(most_bytes / (static_cast<std::size_t>(columns) * size_of(dtype)));
-  return {dtype, std::min(rows, problem.rows()), columns};
+  const std::size_t row_bytes = static_cast<std::size_t>(columns) * size_of(dtype);
+  const std::size_t all = static_cast<std::size_t>(problem.rows());
+  std::size_t rows = has_rows_in_order(problem.view) ? std::min(most_bytes / row_bytes, all) : 0;
+  // A part of them in whole tiles of a product.
+  if (rows < all && problem.device.type == DeviceType::cuda) rows -= rows % policy_of(problem.device).row_tile;
+  return {dtype, static_cast<std::int64_t>(rows), columns};
 }
 
 LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardBackwardArgs& args) {
