@@ -159,6 +159,17 @@ def test_rows_in_another_order_are_computed_again(device: torch.device) -> None:
             torch.testing.assert_close(torch.autograd.grad(loss, [hidden, head]), expected)
 
 
+def test_an_exported_program_computes_again() -> None:
+    class Step(torch.nn.Module):
+        def forward(self, hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
+            return eaves.linear_log_prob(hidden, head, tokens, algorithm="keep")
+
+    arguments = tensors(CPU)
+    for strict in (False, True):
+        program = torch.export.export(Step(), arguments, strict=strict)
+        torch.testing.assert_close(program.module()(*arguments), eaves.linear_log_prob(*arguments))
+
+
 def test_torch_compile_leaves_the_call_alone() -> None:
     compiled = torch.compile(weighted, backend="eager")
     torch.testing.assert_close(gradients(CPU, compiled, algorithm="keep"), gradients(CPU, weighted))

@@ -174,7 +174,7 @@ def _without_padding(call: LinearCrossEntropyCall, classes: int) -> LinearCrossE
 def computed(call: LinearCrossEntropyCall, shard: ShardArguments | None = None) -> Tensor | CrossEntropyOutput:
     """The loss of a call whose tensors are this rank's."""
     keeps = call.algorithm == "keep" or call.keep_bytes is not None
-    if keeps and torch.compiler.is_compiling():
+    if keeps and torch.compiler.is_compiling() and not is_exporting():
         return uncompiled(call.op, computed)(call, shard)  # type: ignore[no-any-return]
     if call.classes is not None and shard is None:
         call = _without_padding(call, call.classes)
