@@ -188,7 +188,7 @@ def write_to_a_source(logits: Any) -> Any:
 
 
 def in_place(operation: Callable[[Any, Any], Any], other: Any) -> Callable[[Any], Any]:
-    """An operation of a helper on the logits that it was given; nobody takes its result."""
+    """A function of logits that changes a scaled copy of them by `operation(copy, other)`, in place."""
 
     def written(logits: Any) -> Any:
         capped = logits * 2

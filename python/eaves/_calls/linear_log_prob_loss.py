@@ -13,9 +13,9 @@ from torch import Tensor
 
 from eaves._algorithm import kept_row_bytes_of
 from eaves._calls.linear_cross_entropy import with_tensors_of_linear
-from eaves._calls.log_prob import LogProbCall, log_probs_of
+from eaves._calls.log_prob import LogProbCall, log_probs_of, tempered
 from eaves._torch.checks import accumulator_dtype, check_bool, check_tensor, is_distributed, name_of
-from eaves._torch.head import keep_bytes_of, wide_head
+from eaves._torch.head import checked_head, keep_bytes_of, wide_head
 from eaves._torch.library import EXTENSION
 from eaves._torch.operator import call as call_operator
 from eaves._torch.options import shape_of
@@ -57,18 +57,18 @@ def _computed(call: LogProbLossCall) -> Tensor:
     if isinstance(of_rows.head, torch.nn.Linear):
         of_rows = with_tensors_of_linear(OP, of_rows, "head", "bias")
     hidden, head, tokens = of_rows.hidden, of_rows.head, of_rows.tokens
-    for name, tensor in (("hidden", hidden), ("head", head), ("tokens", tokens)):
-        check_tensor(OP, name, tensor)
-    if hidden.dim() < 2 or head.dim() != 2 or tokens.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"{OP}: hidden has shape {shape_of(hidden)}, head {shape_of(head)} and tokens {shape_of(tokens)}, expected "
-            "[N, ..., D], [V, D] and [N, ...]"
-        )
     if is_distributed(head):
         raise NotImplementedError(
             f"{OP}: head is a DTensor; gather it (head.full_tensor()), or take eaves.linear_log_prob"
         )
-    dtype = torch.get_autocast_dtype(hidden.device.type) if is_autocast(hidden) else hidden.dtype
+    multiplied, _, _ = checked_head(OP, hidden, head, of_rows.bias)  # as torch.autocast casts them
+    check_tensor(OP, "tokens", tokens)
+    if hidden.dim() < 2 or tokens.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"{OP}: hidden has shape {shape_of(hidden)} and tokens {shape_of(tokens)}, expected [N, ..., D] and "
+            "[N, ...]"
+        )
+    dtype = multiplied.dtype
     if dtype == torch.float16:
         raise NotImplementedError(
             f"{OP}: in float16 gradients would underflow before a loss scale multiplies them; take bfloat16, or "
@@ -85,18 +85,13 @@ def _computed(call: LogProbLossCall) -> Tensor:
         return _sum([_loss_of(call.fn, _at(of_rows, rows), rows) for rows in chunks], hidden)
 
 
-def is_autocast(hidden: Tensor) -> bool:
-    return hidden.dtype != torch.float64 and torch.is_autocast_enabled(hidden.device.type)
-
-
 def _chunks(of_rows: LogProbCall, dtype: torch.dtype, boundaries: Sequence[int] | Tensor | None) -> Iterator[slice]:
     """Slices of the first axis: as many rows as `keep_bytes` has room for, or one group that has more."""
     hidden, head, keep_bytes = of_rows.hidden, of_rows.head, of_rows.keep_bytes
     classes, features = head.shape
-    softcap = of_rows.softcap if isinstance(of_rows.softcap, (int, float)) else 0.0
-    row_bytes = _row_bytes(
-        name_of(dtype).encode(), hidden.get_device(), features, classes, softcap, of_rows.outputs != ()
-    )
+    _, softcap = tempered(OP, of_rows.temperature, of_rows.scale, of_rows.softcap)
+    facts = (hidden.get_device(), features, classes, 0.0 if softcap is None else softcap, of_rows.outputs != ())
+    row_bytes = _row_bytes(name_of(dtype).encode(), *facts)
     assert keep_bytes is not None
     rows = keep_bytes // max(row_bytes, 1) // _ROWS * _ROWS
     at_once = max(max(rows, _ROWS) // max(math.prod(hidden.shape[1:-1]), 1), 1)
