@@ -84,6 +84,10 @@ class CheckDocs(unittest.TestCase):
             self.assert_defect(begin + shown.replace("1", "2") + end, 1, "--write")
             self.assert_sound(begin + "old" + end, "--write")
             self.assertEqual((self.root / "README.md").read_text(), begin + shown + end)
+        begin = "<!-- from: docs/page.md#wide columns 1 3 -->\n"
+        self.put("docs/page.md", "# Wide\n| a | b | c |\n|---|---:|--:|\n| 1 | 2 | 3 |\n| 4 | 5 | - |\n")
+        self.assert_sound(f"{begin}| a | c |\n|---|--:|\n| 1 | 3 |\n<!-- end -->\n", "README.md")
+        self.assert_defect(f"{begin.replace('3', '4')}<!-- end -->\n", 1, "there is no docs/page.md#wide, columns 1 4")
         for source in ("from: docs/none.md#a", "from: docs/page.md#none", "from: docs/page.md#second", "text: none.txt"):
             self.assert_defect(f"<!-- {source} -->\n<!-- end -->\n", 1, "there is no ")
 
