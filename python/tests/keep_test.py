@@ -68,6 +68,44 @@ def test_every_reduction_and_option(device: torch.device, reduction: str) -> Non
     )
 
 
+@pytest.mark.parametrize("classes", [50257, 129920, 151665, 248319])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_gradients_of_large_vocabularies_are_as_exact_as_those_of_recompute(
+    cuda: torch.device, classes: int, entropy: bool
+) -> None:
+    rows, features = 384, 256
+    generator = torch.Generator(cuda).manual_seed(1)
+
+    def normal(*shape: int, deviation: float = 1.0) -> Tensor:
+        drawn = torch.randn(shape, generator=generator, device=cuda) * deviation
+        return drawn.to(torch.bfloat16).requires_grad_()
+
+    hidden, head = normal(rows, features), normal(classes, features, deviation=1.3 / features**0.5)
+    tokens = torch.randint(classes, (rows,), generator=generator, device=cuda)
+    tokens[::7] = -100
+    weights = torch.randn(rows, generator=generator, device=cuda) * (torch.arange(rows, device=cuda) % 3 != 0)
+
+    def loss_of(log_prob: Tensor, entropies: Tensor, _: slice) -> Tensor:
+        loss = (weights * log_prob).sum()
+        return loss + 0.01 * (weights * entropies).sum() if entropy else loss
+
+    exact = torch.autograd.grad(reference(hidden, head, tokens, loss_of), [hidden, head])
+
+    def errors(**keywords: Any) -> list[float]:
+        log_prob, entropies = eaves.linear_log_prob(hidden, head, tokens, outputs="entropy", **keywords)
+        found = torch.autograd.grad(loss_of(log_prob, entropies, slice(0, rows)), [hidden, head])
+        return [
+            float((each.double() - of.double()).norm() / of.double().norm())
+            for each, of in zip(found, exact, strict=True)
+        ]
+
+    recompute = errors(algorithm="recompute")
+    row_bytes = 2 * (-(classes + 4) // 64 * -64)
+    for keep_bytes in (0, 128 * row_bytes, 256 * row_bytes, None):
+        for found, least in zip(errors(algorithm="keep", keep_bytes=keep_bytes), recompute, strict=True):
+            assert 0 < found <= 1.25 * least < 4e-3, (keep_bytes, found, least)
+
+
 def saved_elements(loss_of: Any) -> int:
     """Of the largest tensor that the graph of a call saves."""
     largest = 0

@@ -47,7 +47,7 @@ LOSSES: dict[str, Loss] = {
 HEADS: dict[str, _Head] = {
     **{
         algorithm: lambda x, w, t, algorithm=algorithm: eaves.linear_cross_entropy(x, w, t, algorithm=algorithm)
-        for algorithm in ("speed", "memory", "recompute")
+        for algorithm in ("speed", "memory", "recompute", "keep")
     },
     "none": lambda x, w, t: eaves.linear_cross_entropy(x, w, t, reduction="none").sum(),
     "log_prob": lambda x, w, t: -eaves.linear_log_prob(x, w, t).sum(),

@@ -16,6 +16,13 @@ ops = torch.ops.eaves
 OF_INPUT, OF_WEIGHT, OF_BIAS, WIDE_WEIGHT = (1 << bit for bit in range(4))  # python/csrc/linear_cross_entropy.cpp
 
 
+def bytes_of_half(hidden: Tensor, head: Tensor) -> int:
+    """keep_bytes with room for the logits of half of the rows, each up to a multiple of 32. (A GPU keeps whole tiles of
+    128 rows, and so none of fewer.)"""
+    size = 8 if hidden.dtype == torch.float64 else 4
+    return hidden.shape[:-1].numel() // 2 * (-head.shape[0] // 32 * -32) * size
+
+
 # ---------------------------------------------------------------------------------------------------------- the formula
 
 

@@ -24,7 +24,7 @@ from eaves._torch.head import _is_matrix, check_grad_weight_out
 from eaves._torch.linear_cross_entropy_rules import Backward, Forward
 from eaves._torch.outputs import MEAN, SUM
 from layouts import LAYOUTS, contiguous, expanded_along_the_first_axis, random_tensor
-from linear_cross_entropy_cases import LinearOracle, assert_gradients
+from linear_cross_entropy_cases import LinearOracle, assert_gradients, bytes_of_half
 from pairwise import pairwise
 from watch import watched
 
@@ -105,10 +105,12 @@ def check(
     oracle = LinearOracle(x, head, target, bias, weight, **options)
     result_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     bounds = oracle.bounds(result_dtype)
-    for algorithm in (None, "speed", "memory", "recompute"):
+    kept = [("keep", keep_bytes) for keep_bytes in (0, bytes_of_half(x, head), None)]
+    for algorithm, keep_bytes in [(None, None), ("speed", None), ("memory", None), ("recompute", None), *kept]:
         given = [each.detach().requires_grad_(algorithm is not None) for each in (x, head, bias) if each is not None]
         what = f"{algorithm} {x.dtype} {target.dtype} strides={x.stride()} {options}"
         named = {"weight": weight, "algorithm": algorithm or "auto", "skip_ignored": skip_ignored, **options}
+        named |= {} if keep_bytes is None else {"keep_bytes": keep_bytes}
         if bias is not None:
             named["linear_bias"] = given[2]
         loss = eaves.linear_cross_entropy(given[0], given[1], target, **named)
@@ -269,7 +271,7 @@ def test_the_head_may_be_a_torch_linear(device: torch.device) -> None:
 # ------------------------------------------------------------------------------------------------------------- autocast
 
 
-@each("algorithm", ["speed", "recompute"])
+@each("algorithm", ["speed", "recompute", "keep"])
 def test_autocast_casts_the_factors_of_the_product(algorithm: str, device: torch.device) -> None:
     x, head, target, bias = problem((9, 24), 33, torch.float32, device)
     for dtypes in ((torch.float32,) * 3, (torch.bfloat16, torch.float32, torch.float32), (torch.bfloat16,) * 3):

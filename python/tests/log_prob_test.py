@@ -13,7 +13,7 @@ import eaves
 from comparison import FLOATING_POINT, CrossEntropyOracle, assert_within
 from cross_entropy_test import each
 from eaves._calls import log_prob as calls
-from linear_cross_entropy_cases import LinearOracle, assert_gradients
+from linear_cross_entropy_cases import LinearOracle, assert_gradients, bytes_of_half
 from pairwise import pairwise
 
 IGNORED = -100
@@ -63,16 +63,19 @@ def of_the_losses(options: dict[str, Any]) -> dict[str, Any]:
 
 @each("options", OPTIONS)
 def test_outputs_and_gradients_match_the_oracle(options: dict[str, Any], device: torch.device) -> None:
-    for dtype, algorithm in pairwise(FLOATING_POINT, ("auto", "speed", "memory", "recompute")):
+    algorithms = ("auto", "speed", "memory", "recompute", "keep", "keep none", "keep half")
+    for dtype, algorithm in pairwise(FLOATING_POINT, algorithms):
         hidden, head, tokens = rows_and_head((4, 7), 129, dtype, device)
+        keep_bytes = {"keep none": 0, "keep half": bytes_of_half(hidden, head)}.get(algorithm)
         tokens[0, 2] = IGNORED
         hidden, head = hidden.requires_grad_(), head.requires_grad_()
         bias = torch.linspace(-1, 1, 129, device=device).to(dtype)
         oracle = LinearOracle(hidden, head, tokens, bias, **of_the_losses(options))
         bounds = oracle.bounds(torch.float64 if dtype == torch.float64 else torch.float32)
         out = eaves.linear_log_prob(
-            hidden, head, tokens, bias=bias, outputs=("entropy", "is_top1"), algorithm=algorithm, **options
-        )
+            hidden, head, tokens, bias=bias, outputs=("entropy", "is_top1"), algorithm=algorithm.split()[0],
+            keep_bytes=keep_bytes, **options,
+        )  # fmt: skip
         assert_within(-out.log_prob, bounds["loss"], f"{dtype} {options}")
         assert_within(out.entropy, bounds["entropy"], f"{dtype} {options}")
         assert torch.equal(out.is_top1.cpu(), (oracle.z.argmax(-1) == tokens.cpu()))

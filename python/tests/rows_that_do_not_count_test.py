@@ -13,7 +13,7 @@ import eaves
 from cross_entropy_test import REDUCTIONS, each
 from linear_cross_entropy_test import problem, soft_targets
 
-ALGORITHMS = ("speed", "memory", "recompute")
+ALGORITHMS = ("speed", "memory", "recompute", "keep")
 OUTPUTS = ("lse", "argmax", "entropy", "sum_sq")
 
 
@@ -145,6 +145,7 @@ CALLS = {
     "speed": _linear(algorithm="speed"),
     "memory": _linear(algorithm="memory"),
     "recompute": _linear(algorithm="recompute"),
+    "keep": _linear(algorithm="keep"),
     "float16": _linear(dtype=torch.float16),
     "log_prob": _log_prob(),
     "log_prob with a softcap": _log_prob(softcap=3.0),
