@@ -43,9 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   rows.memory.row_factor[i] = row.softmax_factor == 0.0f ? 0.0f : kept.row_factor * row.softmax_factor;
   rows.memory.target_gradient[i] = has_target ? rows.of_target(kept.target_logit, distance, row) : 0.0f;
   rows.memory.target[i] = column;
-  if (rows.memory.first_of_class == nullptr) return;
-  rows.memory.has_more_rows[i] = 0;
-  if (column >= 0) atomicMax(rows.memory.first_of_class + column, static_cast<std::int32_t>(count - i));
+  put_first_of_class(rows.memory, i, count, column);
 }
 
 /// A block a row: marks the first row of a class that has more. Exps that may be NaN, beside an lse that is not finite,
@@ -53,11 +51,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     finish_exps(const __grid_constant__ GradientOfRows rows, std::int64_t count, std::int64_t classes) {
   const std::int64_t i = blockIdx.x;
-  const int column = rows.memory.target[i];
-  if (rows.memory.first_of_class != nullptr && threadIdx.x == 0 && column >= 0) {
-    const std::int64_t first = count - rows.memory.first_of_class[column];
-    if (first != i) rows.memory.has_more_rows[first] = 1;
-  }
+  if (threadIdx.x == 0) mark_more_rows(rows.memory, i, count, rows.memory.target[i]);
   const RowGradient<float> row = rows.row(i);
   if (row.lse.high - row.lse.high == 0.0f || !has_no_gradient(row)) return;
   bfloat16* exps = exps_of(rows.in, i);
@@ -65,26 +59,23 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 /// Blocks a row, each with a part of its classes. With p = f E, f without the scale:
-///   dL/dz = p * (m + slope * log(p)) * scale
+///   dL/dz = p * (m + slope * log(p)) * scale = E * (row_factor + f * slope * scale * log(p))
 __global__ void __launch_bounds__(kThreads)
     write_gradient_of_exps(const __grid_constant__ GradientOfRows rows, std::int64_t classes) {
   constexpr int kSize = Vector<bfloat16>::kSize;
   const std::int64_t i = blockIdx.x;
-  const RowGradient<float> row = rows.row(i);
-  const KeptNumbers kept = *numbers_of(rows.in, i);
   bfloat16* exps = exps_of(rows.in, i);
-  const int column = rows.targets.column(i);
-  const bool is_nothing = has_no_gradient(row);
+  const int column = rows.memory.target[i];
   const float of_target = rows.memory.target_gradient[i];
-  const float factor = kept.row_factor / rows.transform.scale;
-  const float log2_factor = log2f(factor);
-  const float constant = row.softmax_factor * rows.transform.scale;
-  const float slope = row.slope * kUnit<float> * rows.transform.scale;
+  const float row_factor = rows.memory.row_factor[i];
+  const float of_row = numbers_of(rows.in, i)->row_factor;
+  const float slope = rows.row(i).slope * kUnit<float> * of_row;
+  const float log2_factor = log2f(of_row / rows.transform.scale);
   const auto gradient_of = [&](float exp, std::int64_t v) {
     if (v == column) return of_target;
-    if (is_nothing) return 0.0f;
+    if (row_factor == 0.0f && slope == 0.0f) return 0.0f;  // whatever the exps are
     const float of_entropy = slope == 0.0f || exp == 0.0f ? 0.0f : slope * (__log2f(exp) + log2_factor);
-    return exp * factor * (constant + of_entropy);
+    return exp * (row_factor + of_entropy);
   };
   const std::int64_t whole = classes / kSize * kSize;
   const std::int64_t thread = std::int64_t{blockIdx.y} * kThreads + threadIdx.x;
@@ -113,10 +104,7 @@ void keep_numbers(const FusedRows& rows, const FusedGradient& gradient) {
 
 void finish_kept_exps(const FusedRows& rows, const FusedGradient& gradient) {
   void* stream = rows.context.stream;
-  if (std::int32_t* first_of_class = rows.memory.first_of_class; first_of_class != nullptr) {
-    const std::size_t bytes = static_cast<std::size_t>(rows.classes) * sizeof(std::int32_t);
-    check_status(cudaMemsetAsync(first_of_class, 0, bytes, static_cast<cudaStream_t>(stream)), rows.op);
-  }
+  clear_first_of_class(rows);
   const GradientOfRows of_rows = gradient_of(rows, gradient);
   launch(rows.op, finish_rows, {.blocks = ceil_divide(rows.rows, kThreads), .threads = kThreads, .stream = stream},
          of_rows, rows.rows);

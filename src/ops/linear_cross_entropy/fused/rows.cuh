@@ -114,7 +114,27 @@ struct GradientOfRows {
   }
 };
 
+/// The first row of each class, and whether the class has more rows; `column` is the row's class, or negative. Call
+/// mark_more_rows() after put_first_of_class() has run for every row.
+__device__ inline void put_first_of_class(const FusedMemory& memory, std::int64_t row, std::int64_t rows, int column) {
+  if (memory.first_of_class == nullptr) return;
+  memory.has_more_rows[row] = 0;
+  if (column >= 0) atomicMax(memory.first_of_class + column, static_cast<std::int32_t>(rows - row));
+}
+__device__ inline void mark_more_rows(const FusedMemory& memory, std::int64_t row, std::int64_t rows, int column) {
+  if (memory.first_of_class == nullptr || column < 0) return;
+  const std::int64_t first = rows - memory.first_of_class[column];
+  if (first != row) memory.has_more_rows[first] = 1;
+}
+
 // ---- host ----------------------------------------------------------------------------------------------------------
+
+inline void clear_first_of_class(const FusedRows& rows) {
+  std::int32_t* first_of_class = rows.memory.first_of_class;
+  if (first_of_class == nullptr) return;
+  const std::size_t bytes = static_cast<std::size_t>(rows.classes) * sizeof(std::int32_t);
+  check_status(cudaMemsetAsync(first_of_class, 0, bytes, static_cast<cudaStream_t>(rows.context.stream)), rows.op);
+}
 
 inline CrossEntropyTerms<float> terms_of(const FusedRows& rows) {
   CrossEntropyInputs inputs{};

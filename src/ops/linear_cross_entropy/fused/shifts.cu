@@ -51,21 +51,16 @@ __global__ void __launch_bounds__(kThreads)
   memory.shift[row] = targets.is_ignored(row)              ? infinity<float>()  // 2^t is 0
                       : fabsf(largest) < infinity<float>() ? largest + room
                                                            : 0.0f;
-  if (memory.first_of_class == nullptr) return;
-  memory.has_more_rows[row] = 0;
-  if (column >= 0) atomicMax(memory.first_of_class + column, static_cast<std::int32_t>(rows - row));
+  put_first_of_class(memory, row, rows, column);
 }
 
 }  // namespace
 
 void guess_shifts(const FusedRows& rows) {
-  void* stream = rows.context.stream;
-  if (std::int32_t* first_of_class = rows.memory.first_of_class; first_of_class != nullptr) {
-    const std::size_t bytes = static_cast<std::size_t>(rows.classes) * sizeof(std::int32_t);
-    check_status(cudaMemsetAsync(first_of_class, 0, bytes, static_cast<cudaStream_t>(stream)), rows.op);
-  }
+  clear_first_of_class(rows);
   dispatch_half(rows.dtype, [&]<typename T>() {
-    launch(rows.op, guess_shift<T>, {.blocks = ceil_divide(rows.rows, kWarps), .threads = kThreads, .stream = stream},
+    launch(rows.op, guess_shift<T>,
+           {.blocks = ceil_divide(rows.rows, kWarps), .threads = kThreads, .stream = rows.context.stream},
            Targets(rows), rows.rows, static_cast<const T*>(rows.hidden.data), rows.hidden.stride,
            static_cast<const T*>(rows.head.data), rows.head.stride, rows.features,
            static_cast<int>(sampled_classes(rows.classes)), rows.bias, sample_distance(rows.classes),

@@ -147,10 +147,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   if (threadIdx.x >= kRowsOfBlock || row >= count) return;
-  if (const std::int32_t column = rows.memory.target[row]; rows.memory.first_of_class != nullptr && column >= 0) {
-    const std::int64_t first = count - rows.memory.first_of_class[column];
-    if (first != row) rows.memory.has_more_rows[first] = 1;
-  }
+  mark_more_rows(rows.memory, row, count, rows.memory.target[row]);
   Sums sums;
   is_lost = 0;
 #pragma unroll
