@@ -86,12 +86,14 @@ EAVES_HOST_DEVICE void put_scale(double given, A* numbers) {
   numbers[kRest] = is_finite ? A(1) : scale;
 }
 
-/// Distance between rows of logits: whole cache lines, of 16 bits half ones.
+/// Distance between rows of logits, and of exps and gradients of 16 bits on the fused path: whole cache lines. (H200,
+/// 3072 rows of 151643 exps: with half a line cuBLASLt's product with the head takes 5.4 ms instead of 4.75.)
 inline std::int64_t logits_stride(std::int64_t classes) { return ceil_divide(classes, 32) * 32; }
+inline std::int64_t exps_stride(std::int64_t classes) { return ceil_divide(classes, 64) * 64; }
 
 /// How many elements at the end of a row of kept exps hold its numbers, and how long such a row is.
 inline constexpr std::int64_t kKeptNumbers = 4;
-inline std::int64_t kept_exps_stride(std::int64_t classes) { return logits_stride(classes + kKeptNumbers); }
+inline std::int64_t kept_exps_stride(std::int64_t classes) { return exps_stride(classes + kKeptNumbers); }
 
 /// Is grad_hidden of a block summed in accumulators, to be rounded at the end? Where it is a sum of several products.
 inline bool is_grad_hidden_wide(const LinearCrossEntropyShape& shape, const LinearCrossEntropyBlock& block) {
@@ -149,7 +151,7 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
       take(shape.gathers_soft_targets(), block.rows * logits_stride(block.classes), size_of(shape.targets_dtype));
   memory.grad_hidden = take(shape.has_grad_hidden && (gathers || is_wide), block.rows * shape.features,
                             is_wide || shape.grad_hidden_dtype == shape.accumulator() ? number : element);
-  std::int64_t logits_of_row = logits_stride(block.classes);
+  std::int64_t logits_of_row = shape.is_fused ? exps_stride(block.classes) : logits_stride(block.classes);
   // In the forward samples alone, in float32.
   if (shape.mode == LinearCrossEntropyMode::forward && shape.is_fused) {
     logits_of_row = 2 * sampled_classes(shape.classes);

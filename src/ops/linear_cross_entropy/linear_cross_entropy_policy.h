@@ -19,11 +19,10 @@ struct LinearCrossEntropyPolicy {
   // Both at once: room for `enough_rows`, within these.
   std::size_t least_bytes;
   std::size_t most_bytes;
-  std::size_t fused_least_bytes;  ///< the same on the fused path
-  std::size_t fused_most_bytes;
-  std::int64_t enough_rows;  ///< of a chunk, whose products are nearly as fast as whole ones
-  std::int64_t few_rows;     ///< of a chunk: with less, computing logits again is as fast as both at once
-  std::int64_t usual_rows;   ///< that blocks of classes are chosen for where the number of rows must not matter
+  std::size_t fused_most_bytes;  ///< on the fused path
+  std::int64_t enough_rows;      ///< of a chunk, whose products are nearly as fast as whole ones
+  std::int64_t few_rows;         ///< of a chunk: with less, computing logits again is as fast as both at once
+  std::int64_t usual_rows;       ///< that blocks of classes are chosen for where the number of rows must not matter
 
   // The smallest block, whatever the limit: with less, the launches of the others alone would take minutes.
   std::int64_t least_rows;
@@ -39,23 +38,23 @@ struct LinearCrossEntropyPolicy {
   double bytes_per_second;       ///< of passes over sums; on a GPU twice the memory's: products hide about half of them
 };
 
-/// H200, [12288, 4096] in bfloat16: with `wide_backward_bytes` instead of `backward_bytes` a step with recompute takes
-/// 40.7 ms instead of 41.6 at 65,536 classes, 80.0 instead of 82.3 at 131,072. At 131,072 classes `most_bytes` are
-/// chunks of 2048 rows, at 32,768 `least_bytes` are 3072. `fused_forward_bytes` are sums and samples of about 3000
-/// rows, `fused_most_bytes` 2048 rows of 131,072 classes. `forward_bytes` are 66 MiB of logits, of which its L2 holds
-/// most, beside what a product takes. Tiles are those of cuBLASLt's products on Hopper, one for each of 132
-/// multiprocessors.
+/// H200, [12288, 4096] in bfloat16: `wide_backward_bytes` make a step with recompute 2 to 3 % faster than
+/// `backward_bytes` from 65,536 classes on. Both at once, in times of the three products, with MiB of workspace: 16,384
+/// classes 1.05 in chunks of 2048 rows (138) and 1.08 of 6144 (394). On the fused path: 32,768 classes 1.03 of 2048
+/// rows (173) and 1.02 of 3072 (255), 65,536 classes 1.01 of either (304, 451), 131,072 classes 1.00 of 1024 (288) and
+/// 0.99 of 2048 (566). `least_bytes` are 4096 rows of 8192 classes. `fused_forward_bytes` are sums and samples of about
+/// 3000 rows. `forward_bytes` are 66 MiB of logits, of which its L2 holds most, beside what a product takes. Tiles are
+/// those of cuBLASLt's products on Hopper, one for each of 132 multiprocessors.
 inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnGpu = {
     .forward_bytes = std::size_t{78} << 20,
     .fused_forward_bytes = std::size_t{38} << 20,
     .backward_bytes = std::size_t{100} << 20,
     .wide_backward_bytes = std::size_t{300} << 20,
     .wide_classes = 65536,
-    .least_bytes = std::size_t{424} << 20,
+    .least_bytes = std::size_t{140} << 20,
     .most_bytes = std::size_t{1064} << 20,
-    .fused_least_bytes = std::size_t{424} << 20,
     .fused_most_bytes = std::size_t{576} << 20,
-    .enough_rows = 3072,
+    .enough_rows = 2048,
     .few_rows = 384,
     .usual_rows = 1024,
     .least_rows = 16,
@@ -80,7 +79,6 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
     .wide_classes = 65536,
     .least_bytes = std::size_t{34} << 20,
     .most_bytes = std::size_t{34} << 20,
-    .fused_least_bytes = 0,
     .fused_most_bytes = 0,
     .enough_rows = 1,
     .few_rows = 1,
@@ -99,9 +97,9 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
 // How many classes the fused path is for.
 inline constexpr std::int64_t kLeastFusedClasses = 4096;    ///< with EAVES_FUSED_PRODUCT=1, and of kept exps
 inline constexpr std::int64_t kFasterFusedClasses = 16384;  ///< the loss alone, the backward, shards
-/// Both at once make three products in any case: of fewer classes they gain little or nothing, and would round hidden a
-/// second time.
-inline constexpr std::int64_t kFasterFusedClassesAtOnce = 65536;
+/// Both at once make three products in any case. H200, [12288, 4096] in chunks of 2048 rows: 16,384 classes take 8.0 ms
+/// on the fused path and 7.6 beside their logits, 32,768 classes 14.9 and 15.8.
+inline constexpr std::int64_t kFasterFusedClassesAtOnce = 32768;
 /// The most: which tiles of a row are computed again is kept as bits in shared memory.
 inline constexpr std::int64_t kMostFusedClasses = std::int64_t{1} << 20;
 

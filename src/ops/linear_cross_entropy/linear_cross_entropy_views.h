@@ -110,7 +110,7 @@ class LinearCrossEntropyViews {
   /// Of 16 bits, in the first half of each row.
   bool is_gradient_narrow() const { return size_of(problem_.dtype) == 2; }
   std::int64_t gradient_stride(std::int64_t classes) const {
-    return logits_stride(classes) * (is_gradient_narrow() && !shape_.is_fused ? 2 : 1);
+    return shape_.is_fused ? exps_stride(classes) : logits_stride(classes) * (is_gradient_narrow() ? 2 : 1);
   }
   TensorView gradient_view(std::int64_t rows, std::int64_t classes) const {
     return TensorView::strided(memory_.logits, problem_.dtype, {rows, classes}, {gradient_stride(classes), 1},
