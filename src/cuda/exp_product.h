@@ -29,7 +29,7 @@ struct ExpProduct {
   const float* bias;           ///< [classes]; nullptr: 0
   float to_tanh;               ///< a scale over a soft cap; 0: no soft cap
   float factor;                ///< a scale times log2(e), or a soft cap times log2(e)
-  const float* shift;          ///< [rows]
+  const float* shift;          ///< [rows]; of a softmax nullptr: it finds its own
   const std::int32_t* target;  ///< [rows], a class each; none: -1
   float* target_logit;         ///< out; [rows], z of the target where there is one
 };
@@ -62,6 +62,17 @@ struct ExpProductSums {
 };
 
 void exp_product(const char* op, const ExpProduct& product, const ExpProductSums& to, const ExecutionContext& context);
+
+/// The online softmax of each row and tile of classes: the largest z * factor, which is the shift of t (where it is
+/// infinite, 0 is), and the sums of 2^t and of 2^t * t.
+struct ExpProductSoftmax {
+  float* shifts;   ///< [tiles, rows up to a whole tile]
+  float* sums;     ///< the same
+  float* moments;  ///< the same; nullptr: not wanted
+};
+
+void exp_product(const char* op, const ExpProduct& product, const ExpProductSoftmax& to,
+                 const ExecutionContext& context);
 
 /// For each logit 2^t * (constant[row] + slope[row] * t), times the derivative of tanh with a soft cap, rounded to the
 /// dtype of the product; 0 where both are 0.

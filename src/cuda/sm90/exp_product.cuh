@@ -16,6 +16,7 @@
 
 #include "cuda/exp_product.h"
 #include "cuda/math.cuh"
+#include "cuda/sm90/exp_product_kernels.h"
 #include "eaves/error.h"
 
 namespace eaves::cuda::sm90 {
@@ -53,10 +54,14 @@ struct ThreadRows {
 ///
 ///   struct Action {
 ///     struct Arguments;
+///     static constexpr bool kFindsShift;
 ///     Action(const Arguments&, const ThreadRows&);
 ///     float of(int row, float t);   // what is written, less the soft cap's derivative; of the row-th of the thread's
 ///     void end(const ThreadRows&);  // behind the last class of the tile; by all lanes
 ///   };
+///
+/// One that finds the shift has take() instead of of(), for the logits of two rows, before they are multiplied by
+/// `factor`; it writes nothing.
 template <typename Action, typename Element>
 struct EndOfProduct : fusion::Sm90VisitorImpl<> {
   using ElementAux = Element;  // says what a tile of the epilogue is made of where none is written
@@ -114,7 +119,7 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
           action(given.action, of_rows) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kRowsOfThread; ++i) {
-        shift[i] = rows.load(params.shift, i, 0.0f);
+        if constexpr (!Action::kFindsShift) shift[i] = rows.load(params.shift, i, 0.0f);
         const std::int32_t column = rows.load(params.target, i, -1);
         target[i] = column < 0 ? -1 : column - first_class;
       }
@@ -146,19 +151,30 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
         }
       }
       cutlass::Array<float, kSize> result;
-      const auto take = [&](int i, float inner) CUTLASS_LAMBDA_FUNC_INLINE {
-        const float t = fmaf(inner, params.factor, -shift[row_of(i)]);
-        return action.of(row_of(i), has_all || column_of(i) < classes ? t : -INFINITY);
-      };
-      if (params.to_tanh == 0.0f) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kSize; ++i) result[i] = take(i, z[i]);
-      } else {
+      if constexpr (Action::kFindsShift) {
+        result.fill(0.0f);
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kSize; ++i) {
-          const TanhAndDerivative capped = tanh_and_derivative(z[i] * params.to_tanh);
-          const float value = take(i, capped.tanh);
-          result[i] = value == 0.0f ? 0.0f : value * capped.derivative;  // of a row that counts for nothing, a NaN too
+          if (params.to_tanh != 0.0f) z[i] = tanh_and_derivative(z[i] * params.to_tanh).tanh;
+          if (!has_all && column_of(i) >= classes) z[i] = -INFINITY;
+        }
+        action.take(first_row, z, params.factor,
+                    [&](int i) CUTLASS_LAMBDA_FUNC_INLINE { return row_of(i) - first_row; });
+      } else {
+        const auto take = [&](int i, float inner) CUTLASS_LAMBDA_FUNC_INLINE {
+          const float t = fmaf(inner, params.factor, -shift[row_of(i)]);
+          return action.of(row_of(i), has_all || column_of(i) < classes ? t : -INFINITY);
+        };
+        if (params.to_tanh == 0.0f) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kSize; ++i) result[i] = take(i, z[i]);
+        } else {
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kSize; ++i) {
+            const TanhAndDerivative capped = tanh_and_derivative(z[i] * params.to_tanh);
+            const float value = take(i, capped.tanh);
+            result[i] = value == 0.0f ? 0.0f : value * capped.derivative;  // of a row that counts for nothing, a NaN too
+          }
         }
       }
       return cutlass::NumericArrayConverter<Element, float, kSize, kRounding>{}(result);
@@ -191,6 +207,7 @@ inline constexpr float kLeastExponent = -1024.0f;
 
 /// 2^t, and for each row and tile the sums of 2^t and of 2^t * t.
 struct SumExps {
+  static constexpr bool kFindsShift = false;
   struct Arguments {
     float* sums;
     float* moments;
@@ -224,8 +241,78 @@ struct SumExps {
   }
 };
 
+/// The online softmax: the shift is the largest z * factor that a thread has seen, then the largest of a row's tile.
+struct OnlineSoftmax {
+  static constexpr bool kFindsShift = true;
+  struct Arguments {
+    float* shifts;
+    float* sums;
+    float* moments;
+    std::int64_t stride;
+  };
+  Arguments to;
+  float largest[kRowsOfThread];
+  float sum[kRowsOfThread] = {};
+  float moment[kRowsOfThread] = {};
+
+  CUTLASS_DEVICE OnlineSoftmax(const Arguments& arguments, const ThreadRows&) : to(arguments) {
+    CUTLASS_PRAGMA_UNROLL
+    for (float& each : largest) each = -INFINITY;
+  }
+
+  /// Sums of the row count from `larger` on, whose shift is returned. A sum of nothing had -infinity.
+  CUTLASS_DEVICE float raise(int row, float larger) {
+    const float shift = fabsf(larger) < INFINITY ? larger : 0.0f;  // infinity - infinity would be NaN
+    const float down = fmaxf(largest[row] - shift, kLeastExponent);
+    const float factor = exp2_approximate(down);
+    moment[row] = factor * fmaf(down, sum[row], moment[row]);
+    sum[row] *= factor;
+    largest[row] = larger;
+    return shift;
+  }
+
+  template <int kSize, typename RowOf>
+  CUTLASS_DEVICE void take(int first_row, const cutlass::Array<float, kSize>& inner, float factor, RowOf row_of) {
+    float most[2] = {-INFINITY, -INFINITY};  // drops a NaN, which reaches the sum
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kSize; ++i) most[row_of(i)] = fmaxf(most[row_of(i)], inner[i]);
+    float shift[2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < 2; ++r) shift[r] = raise(first_row + r, fmaxf(largest[first_row + r], most[r] * factor));
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kSize; ++i) {
+      const int row = first_row + row_of(i);
+      const float t = fmaf(inner[i], factor, -shift[row_of(i)]);
+      const float exp = exp2_approximate(t);
+      sum[row] += exp;
+      moment[row] = fmaf(exp, fmaxf(t, kLeastExponent), moment[row]);
+    }
+  }
+
+  CUTLASS_DEVICE void end(const ThreadRows& rows) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRowsOfThread; ++i) {
+      float most = largest[i];
+      CUTLASS_PRAGMA_UNROLL
+      for (int mask = 1; mask < kLanesOfRow; mask *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
+      raise(i, most);
+      CUTLASS_PRAGMA_UNROLL
+      for (int mask = 1; mask < kLanesOfRow; mask *= 2) {
+        sum[i] += __shfl_xor_sync(~0u, sum[i], mask);
+        moment[i] += __shfl_xor_sync(~0u, moment[i], mask);
+      }
+      if (threadIdx.x % kLanesOfRow != 0 || rows.row(i) >= to.stride) continue;
+      const std::int64_t at = rows.class_tile * to.stride + rows.row(i);
+      to.shifts[at] = largest[i];
+      to.sums[at] = sum[i];
+      if (to.moments != nullptr) to.moments[at] = moment[i];
+    }
+  }
+};
+
 /// 2^t * (constant + slope * t); 0 where both are 0, whatever the logits: such a row counts for nothing.
 struct GradientOfLogits {
+  static constexpr bool kFindsShift = false;
   struct Arguments {
     const float* constant;
     const float* slope;
@@ -250,6 +337,11 @@ struct GradientOfLogits {
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
+/// The rows of whole tiles.
+inline std::int64_t whole_rows(const ExpProduct& product) {
+  return ceil_divide(product.rows, kExpProductRows) * kExpProductRows;
+}
+
 /// `Result` is the element of what is written, or void.
 template <typename Element, typename Result, typename Action>
 class Kernel {
@@ -270,7 +362,7 @@ class Kernel {
 
  public:
   static void run(const char* op, const ExpProduct& product, const typename Action::Arguments& action, void* to,
-                  std::int64_t stride, int multiprocessors, void* stream) {
+                  std::int64_t stride, const Launch& launch) {
     typename Gemm::GemmKernel::StrideA x_stride{};
     typename Gemm::GemmKernel::StrideB weight_stride{};
     typename Gemm::GemmKernel::StrideD to_stride{};
@@ -287,20 +379,13 @@ class Kernel {
          {},
          static_cast<std::conditional_t<std::is_void_v<Result>, Element, Result>*>(to),
          to_stride}};
-    arguments.hw_info = {0, multiprocessors};
-    // The order of tiles. All rows of a tile of classes first: the weight is read once, and x stays in L2; another
-    // order makes few rows wait for the weight. Of more rows than L2 holds, up to eight tiles of classes are taken in
-    // turn. The scheduler then rounds the clusters of rows up to a multiple, and computes those too: at most 3 %.
-    constexpr std::int64_t kRowsInL2 = 4096;  // H200, of 4096 features
-    const std::int64_t clusters = ceil_divide(product.rows, kExpProductClusterRows);
-    int classes_in_turn = product.rows <= kRowsInL2 ? 1 : 8;
-    while (ceil_divide(clusters, classes_in_turn) * classes_in_turn * 32 > clusters * 33) classes_in_turn /= 2;
+    arguments.hw_info = {0, launch.multiprocessors};
     using Order = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90Params::RasterOrderOptions;
-    arguments.scheduler.raster_order = Order::AlongM;
-    arguments.scheduler.max_swizzle_size = classes_in_turn;
+    arguments.scheduler.raster_order = launch.raster.is_along_classes ? Order::AlongN : Order::AlongM;
+    arguments.scheduler.max_swizzle_size = launch.raster.in_turn;
     Gemm gemm;
-    cutlass::Status status = gemm.initialize(arguments, nullptr, static_cast<cudaStream_t>(stream));
-    if (status == cutlass::Status::kSuccess) status = gemm.run(static_cast<cudaStream_t>(stream));
+    cutlass::Status status = gemm.initialize(arguments, nullptr, static_cast<cudaStream_t>(launch.stream));
+    if (status == cutlass::Status::kSuccess) status = gemm.run(static_cast<cudaStream_t>(launch.stream));
     if (status != cutlass::Status::kSuccess) {
       throw DeviceError(std::string(op) + ": CUTLASS: " + cutlass::cutlassGetStatusString(status));
     }

@@ -7,10 +7,8 @@ namespace eaves::cuda::sm90 {
 
 /// `Result`: the element of the exps, or void.
 template <typename Element, typename Result>
-void run_sums(const char* op, const ExpProduct& product, const ExpProductSums& to, int multiprocessors, void* stream) {
-  const std::int64_t stride = ceil_divide(product.rows, kExpProductRows) * kExpProductRows;
-  Kernel<Element, Result, SumExps>::run(op, product, {to.sums, to.moments, stride}, to.exps, to.stride, multiprocessors,
-                                        stream);
+void run_sums(const char* op, const ExpProduct& product, const ExpProductSums& to, const Launch& launch) {
+  Kernel<Element, Result, SumExps>::run(op, product, {to.sums, to.moments, whole_rows(product)}, to.exps, to.stride, launch);
 }
 
 }  // namespace eaves::cuda::sm90

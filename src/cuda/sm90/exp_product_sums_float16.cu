@@ -3,9 +3,8 @@
 
 namespace eaves::cuda::sm90 {
 
-void sums_of_float16(const char* op, const ExpProduct& product, const ExpProductSums& to, int multiprocessors,
-                     void* stream) {
-  run_sums<cutlass::half_t, void>(op, product, to, multiprocessors, stream);
+void sums_of_float16(const char* op, const ExpProduct& product, const ExpProductSums& to, const Launch& launch) {
+  run_sums<cutlass::half_t, void>(op, product, to, launch);
 }
 
 }  // namespace eaves::cuda::sm90

@@ -77,9 +77,12 @@ bool can_take_fused_path(const LinearCrossEntropyProblem& problem) {
 bool suits_fused_path(const LinearCrossEntropyProblem& problem) {
   // Logits in memory are read once by both at once, and twice by a shard's.
   const bool is_whole_at_once = problem.mode == Mode::forward_backward && problem.shard == nullptr;
-  const std::int64_t faster = is_whole_at_once ? kFasterFusedClassesAtOnce : kFasterFusedClasses;
+  const bool is_loss_alone = problem.mode == Mode::forward && problem.shard == nullptr;
   const bool is_forced = fused_product() != FusedProduct::where_faster;
-  return can_take_fused_path(problem) && problem.classes >= (is_forced ? kLeastFusedClasses : faster);
+  const std::int64_t least = is_forced || is_loss_alone ? kLeastFusedClasses
+                             : is_whole_at_once         ? kFasterFusedClassesAtOnce
+                                                        : kFasterFusedClasses;
+  return can_take_fused_path(problem) && problem.classes >= least;
 }
 
 /// Exps of a soft cap have the derivative of its tanh in them, from which the entropy's gradient cannot be made.

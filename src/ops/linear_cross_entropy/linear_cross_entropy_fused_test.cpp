@@ -1,9 +1,11 @@
-// The fused path (fused/fused.h): which calls take it, and rows that are far from what their sampled logits say.
+// The fused path (fused/fused.h): which calls take it, and rows that are far from what their sampled logits say. The loss
+// alone takes an online softmax; where a row is kept, the others take a guess.
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -100,11 +102,77 @@ TEST_F(LinearCrossEntropyFusedOnGpu, EachOptionMatchesTheOracle) {
 }
 
 TEST_F(LinearCrossEntropyFusedOnGpu, MoreRowsThanTheCacheHoldsMatchTheOracle) {
-  // Beyond 4096 rows a product takes up to eight tiles of classes in turn: here 22 of 24.
+  // Beyond 4096 rows a product takes several tiles in turn.
   for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
     LinearCrossEntropyCase c = fused_case(reduction);
     c.row_shape = {6100};
     check_linear_cross_entropy(c);
+  }
+}
+
+TEST_F(LinearCrossEntropyFusedOnGpu, EveryNumberOfClassesMatchesTheOracle) {
+  // Whole tiles and a rest of each size; the most of an online softmax, and one more.
+  for (const std::int64_t classes : {4096, 4097, 4223, 4224, 50257, 65535, 65536, 65537}) {
+    LinearCrossEntropyCase c = fused_case(Reduction::mean);
+    c.classes = classes;
+    c.wants_all_of_row = c.wants_entropy_alone = true;
+    c.wanted = {.hidden = false, .head = false, .bias = false};
+    check_linear_cross_entropy(c);
+  }
+}
+
+TEST_F(LinearCrossEntropyFusedOnGpu, LearntRowsMatchTheOracle) {
+  // The row's head times a factor: the target is above the rest, which the loss still has to show.
+  for (const double factor : {0.5, 1.0, 4.0}) {
+    for (const DType dtype : {DType::bfloat16, DType::float16}) {
+      LinearCrossEntropyCase c = fused_case();
+      c.dtype = dtype;
+      c.wants_all_of_row = c.wants_entropy_alone = true;
+      const auto target = [](std::int64_t row) { return 31 * row % 4099; };
+      c.target = [=](std::int64_t row) { return static_cast<double>(target(row)); };
+      c.head = [](std::int64_t i) { return 0.5 * noise(52)(i); };
+      c.hidden = [=](std::int64_t i) { return factor * noise(52)(target(i / 40) * 40 + i % 40); };
+      if (dtype == DType::float16) c.wanted = {.hidden = false, .head = false, .bias = false};  // by other logits
+      check_linear_cross_entropy(c);
+    }
+  }
+}
+
+TEST_F(LinearCrossEntropyFusedOnGpu, ARowsLossDoesNotDependOnOtherRows) {
+  for (const double deviation : {1.3, 256.0}) {
+    const auto run_from = [&](std::int64_t first, std::int64_t rows) {
+      LinearCrossEntropyCase c = fused_case();
+      c.row_shape = {rows};
+      c.classes = 50257;
+      c.deviation = deviation;
+      c.wants_all_of_row = c.wants_entropy_alone = true;
+      c.wanted = {.hidden = false, .head = false, .bias = false};
+      c.hidden = [=](std::int64_t i) { return noise(58)(i + first * 40); };
+      c.target = [=](std::int64_t row) { return static_cast<double>(31 * (row + first)); };
+      auto run = std::make_unique<LinearCrossEntropyRun>(c);
+      run->run();
+      return run;
+    };
+    const auto all = run_from(0, 600);
+    const auto part = run_from(77, 200);  // in other tiles, and other threads of them
+    for (std::int64_t row = 0; row < 200; ++row) {
+      EXPECT_EQ(part->results.loss.get(row), all->results.loss.get(row + 77)) << "row " << row;
+      EXPECT_EQ(part->results.lse.get(row), all->results.lse.get(row + 77)) << "row " << row;
+      EXPECT_EQ(part->results.entropy.get(row), all->results.entropy.get(row + 77)) << "row " << row;
+    }
+  }
+}
+
+TEST_F(LinearCrossEntropyFusedOnGpu, WhereABiasMasksAllClassesLseIsMinusInfinity) {
+  LinearCrossEntropyCase c = fused_case();
+  c.bias_dtype = DType::float32;
+  c.bias = [](std::int64_t) { return -std::numeric_limits<double>::infinity(); };
+  LinearCrossEntropyRun run(c);
+  run.run();
+  for (std::int64_t row = 0; row < 131; ++row) {
+    for (CrossEntropyResults* results : {&run.results, &run.results_at_once}) {
+      EXPECT_EQ(results->lse.get(row), -std::numeric_limits<double>::infinity()) << "row " << row;
+    }
   }
 }
 
@@ -115,6 +183,9 @@ TEST_F(LinearCrossEntropyFusedOnGpu, RowsFarFromTheirSampledLogitsMatchTheOracle
     SCOPED_TRACE(what);
     LinearCrossEntropyCase c = fused_case();
     change(c);
+    check_linear_cross_entropy(c);
+    if (c.dtype != DType::bfloat16) return;  // keeps logits
+    c.kept_rows = 1;
     check_linear_cross_entropy(c);
   };
   const auto with_feature_0 = [](double of_hidden, auto of_class) {
@@ -132,6 +203,7 @@ TEST_F(LinearCrossEntropyFusedOnGpu, RowsFarFromTheirSampledLogitsMatchTheOracle
       c.wanted = {.hidden = false, .head = false, .bias = false};
     });
   };
+  check("one logit 100 above", with_feature_0(10.0, [](std::int64_t v) { return v == 7 ? 10.0 : 0.0; }));
   check_loss("one logit 1e4 above", with_feature_0(100.0, [](std::int64_t v) { return v == 7 ? 100.0 : 0.0; }));
   check_loss("three in two tiles",
              with_feature_0(100.0, [](std::int64_t v) { return v == 7 || v == 9 || v == 4098 ? 100.0 : 0.0; }));
@@ -276,17 +348,19 @@ TEST_F(LinearCrossEntropyFusedOnGpu, GradientsThatDoNotSuitVectorsMatchTheOracle
 TEST_F(LinearCrossEntropyFusedOnGpu, WithoutTheSwitchItIsTakenWhereItIsFaster) {
   LinearCrossEntropyCase c = fused_case();
   c.features = 8;
-  const auto expect = [&](std::int64_t classes, bool alone, bool at_once) {
+  const auto expect = [&](std::int64_t classes, bool alone, bool backward, bool at_once) {
     c.classes = classes;
-    expect_way(c, alone, alone, at_once);
+    expect_way(c, alone, backward, at_once);
   };
   unsetenv("EAVES_FUSED_PRODUCT");
-  expect(16383, false, false);
-  expect(16384, true, false);
-  expect(65535, true, false);
-  expect(65536, true, true);
+  expect(4095, false, false, false);
+  expect(4096, true, false, false);
+  expect(16383, true, false, false);
+  expect(16384, true, true, false);
+  expect(65535, true, true, false);
+  expect(65536, true, true, true);
   setenv("EAVES_FUSED_PRODUCT", "0", 1);
-  expect(65536, false, false);
+  expect(65536, false, false, false);
 }
 
 /// Of rows whose samples say enough, and of rows that are computed again.

@@ -19,6 +19,7 @@ struct FusedMemory {
   float* shift;   ///< this and most others: one for each row
   std::int32_t* target;
   float* target_logit;
+  float* tile_shifts;  ///< [tiles, rows up to a whole tile], of an online softmax; this and the next two: sums.cuh
   float* sums;
   float* moments;
   std::int32_t* repeated_count;  ///< of rows some of whose logits are computed again, and the rows
@@ -151,13 +152,14 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
       take(shape.gathers_soft_targets(), block.rows * logits_stride(block.classes), size_of(shape.targets_dtype));
   memory.grad_hidden = take(shape.has_grad_hidden && (gathers || is_wide), block.rows * shape.features,
                             is_wide || shape.grad_hidden_dtype == shape.accumulator() ? number : element);
+  const bool is_online = shape.has_online_softmax();
   std::int64_t logits_of_row = shape.is_fused ? exps_stride(block.classes) : logits_stride(block.classes);
-  // In the forward samples alone, in float32.
+  // In another forward samples alone, in float32.
   if (shape.mode == LinearCrossEntropyMode::forward && shape.is_fused) {
     logits_of_row = 2 * sampled_classes(shape.classes);
   }
   const bool has_kept_logits = shape.keeps_logits && shape.kept_rows >= rows && !is_backward;
-  memory.logits = take(!has_kept_logits && !shape.multiplies_kept_exps_alone(), block.rows * logits_of_row,
+  memory.logits = take(!is_online && !has_kept_logits && !shape.multiplies_kept_exps_alone(), block.rows * logits_of_row,
                        shape.is_fused ? element : number);
   if (shape.is_fused) {
     const std::int64_t sums = cuda::exp_product_sums(block.rows, block.classes);
@@ -166,13 +168,16 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
     };
     FusedMemory& fused = memory.fused;
     const std::int64_t finished = is_backward ? std::max(block.rows, shape.kept_rows) : block.rows;  // at once
-    fused.shift = take_floats(true, block.rows);
+    const bool has_moments = !is_online || shape.has_entropy || shape.is_shard;
+    fused.shift = take_floats(!is_online, block.rows);
     fused.target = static_cast<std::int32_t*>(take(true, finished, sizeof(std::int32_t)));
     fused.target_logit = take_floats(true, block.rows);
+    fused.tile_shifts = take_floats(is_online, sums);
     fused.sums = take_floats(!is_backward, sums);
-    fused.moments = take_floats(!is_backward, sums);
-    fused.repeated_count = static_cast<std::int32_t*>(take(!is_backward, 1, sizeof(std::int32_t)));
-    fused.repeated_rows = static_cast<std::int32_t*>(take(!is_backward, block.rows, sizeof(std::int32_t)));
+    fused.moments = take_floats(!is_backward && has_moments, sums);
+    const bool repeats_rows = !is_backward && !is_online;
+    fused.repeated_count = static_cast<std::int32_t*>(take(repeats_rows, 1, sizeof(std::int32_t)));
+    fused.repeated_rows = static_cast<std::int32_t*>(take(repeats_rows, block.rows, sizeof(std::int32_t)));
     fused.samples = memory.logits;  // read before the product writes there
     fused.constant = take_floats(is_backward, block.rows);
     fused.slope = take_floats(is_backward, block.rows);
@@ -194,7 +199,7 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
     // Twice what cross_entropy.h says at most: any of its calls, whatever its options.
     memory.loss.bytes = 2 * ((std::size_t{1} << 20) + static_cast<std::size_t>(block.rows) * 40);
     memory.loss.data = take(true, static_cast<std::int64_t>(memory.loss.bytes), 1);
-    memory.product.bytes = kGemmWorkspaceBytes;
+    memory.product.bytes = is_online ? 0 : kGemmWorkspaceBytes;
     memory.product.data = take(true, static_cast<std::int64_t>(memory.product.bytes), 1);
   }
   return used;

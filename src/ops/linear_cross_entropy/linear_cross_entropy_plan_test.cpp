@@ -147,6 +147,29 @@ TEST(LinearCrossEntropyPlan, ManyRowsAreCutBeforeBlocksOfClassesBecomeThin) {
   EXPECT_GE(plan_block(shape, std::size_t{160} << 20).classes, policy_of(shape.device).class_tile);
 }
 
+TEST(LinearCrossEntropyPlan, AnOnlineSoftmaxTakesManyRowsAtOnceInTheMemoryOfAGuess) {
+  const auto block_of = [](std::int64_t classes, bool has_entropy) {
+    LinearCrossEntropyShape shape = shape_of(Mode::forward, {12288, 4096, classes}, DType::bfloat16, kCuda, false);
+    shape.is_fused = true;
+    shape.has_entropy = has_entropy;
+    const std::size_t limit = limit_without_workspace(shape);
+    const LinearCrossEntropyBlock block = plan_block(shape, limit);
+    EXPECT_LE(workspace_bytes(shape, block), limit);
+    EXPECT_EQ(block.classes, classes);
+    EXPECT_EQ(shape.has_online_softmax(), classes <= kMostOnlineClasses);
+    return block;
+  };
+  EXPECT_EQ(block_of(4096, true).rows, 12288);
+  EXPECT_EQ(block_of(32768, true).rows, 12288);
+  EXPECT_EQ(block_of(65536, false).rows, 12288);
+  EXPECT_EQ(block_of(65536, true).rows, 6144);
+  EXPECT_EQ(block_of(65537, false).rows, block_of(65537, true).rows);
+  constexpr std::size_t kMebibyte = std::size_t{1} << 20;
+  LinearCrossEntropyShape least = shape_of(Mode::forward, {12288, 4096, 4096}, DType::bfloat16, kCuda, false);
+  least.is_fused = true;
+  EXPECT_LT(workspace_bytes(least, {12288, 4096}), 8 * kMebibyte);
+}
+
 TEST(LinearCrossEntropyPlan, WithBatchInvarianceTheClassesOfABlockDoNotFollowTheRows) {
   const auto classes_of = [](Mode mode, Device device, std::size_t limit) {
     std::set<std::int64_t> classes;

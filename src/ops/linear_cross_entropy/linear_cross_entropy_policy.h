@@ -95,11 +95,15 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
 };
 
 // How many classes the fused path is for.
-inline constexpr std::int64_t kLeastFusedClasses = 4096;    ///< with EAVES_FUSED_PRODUCT=1, and of kept exps
-inline constexpr std::int64_t kFasterFusedClasses = 16384;  ///< the loss alone, the backward, shards
+inline constexpr std::int64_t kLeastFusedClasses = 4096;  ///< the loss alone, kept exps; with EAVES_FUSED_PRODUCT=1 all
+inline constexpr std::int64_t kFasterFusedClasses = 16384;  ///< the backward, shards
 /// Both at once make three products in any case. H200, [12288, 4096] in chunks of 2048 rows: 16,384 classes take 8.0 ms
 /// on the fused path and 7.6 beside their logits, 32,768 classes 14.9 and 15.8.
 inline constexpr std::int64_t kFasterFusedClassesAtOnce = 32768;
+/// Up to so many the loss alone takes an online softmax. H200, 12288 rows of 4096 features, time over that of cuBLAS'
+/// product, with a guess before the product (which leaves out what the guess itself takes): 4096 classes 0.98 and 0.97,
+/// 32,768 0.957 and 0.987, 131,072 1.01 and 0.95.
+inline constexpr std::int64_t kMostOnlineClasses = 65536;
 /// The most: which tiles of a row are computed again is kept as bits in shared memory.
 inline constexpr std::int64_t kMostFusedClasses = std::int64_t{1} << 20;
 

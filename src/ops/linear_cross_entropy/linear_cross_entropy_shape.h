@@ -8,6 +8,7 @@
 
 #include "core/dispatch.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_policy.h"
 
 namespace eaves {
 
@@ -111,6 +112,10 @@ struct LinearCrossEntropyShape {
 
   bool is_backward() const { return mode == LinearCrossEntropyMode::backward; }
   bool has_exps() const { return is_fused && mode == LinearCrossEntropyMode::forward_backward; }
+  /// The loss alone, for which nothing is guessed.
+  bool has_online_softmax() const {
+    return is_fused && mode == LinearCrossEntropyMode::forward && kept_rows == 0 && classes <= kMostOnlineClasses;
+  }
   /// A backward that computes no logit again.
   bool multiplies_kept_exps_alone() const { return is_backward() && keeps_exps && kept_rows >= rows; }
   bool has_soft_targets() const { return is_floating_point(targets_dtype); }

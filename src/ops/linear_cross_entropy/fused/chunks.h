@@ -57,10 +57,14 @@ class FusedChunks final : public LinearCrossEntropyChunks {
     const std::int64_t classes = problem_.classes;
     const FusedRows fused = fused_rows(first, rows, 0, classes);
     auto* statistics = static_cast<float*>(fused.is_shard ? shard_statistics(first) : memory_.statistics);
-    multiply_samples(fused);
-    guess_shifts(fused);
+    if (!shape_.has_online_softmax()) {
+      multiply_samples(fused);
+      guess_shifts(fused);
+    }
     if (!shape_.has_exps()) {
-      if (fused.is_kept) {
+      if (shape_.has_online_softmax()) {
+        write_online_statistics(fused, statistics);
+      } else if (fused.is_kept) {
         const FusedGradient gradient{.to = kept_exps(first), .stride = problem_.kept.stride};
         write_exps(fused, gradient, statistics);
         keep_numbers(fused, gradient);

@@ -6,10 +6,13 @@
 //   t  = z' * log2(e) - shift_i,  E = 2^t    so softmax_i = E / sum(E), whatever the shift
 //   dL/dz = (m_i * softmax_i - h_i * [v = y]) * dz'/dz    m, h: softmax_factor and target_factor of RowGradient
 //
-// The loss (shifts.cu, statistics.cu). shift_i is a guess at the row's largest z' * log2(e): the largest of up to 1024
-// samples at equal distances, and of the target's. For each tile of 192 classes the product writes S = sum(E) and
-// M = sum(E * t), and z of the target; the tiles are added in float64. Then lse = (shift + log2(S)) / log2(e), and M
-// gives the entropy. The logits of a tile with S > 2^120 are computed again, one by one, and those of a row whose guess
+// The loss alone, of up to kMostOnlineClasses (softmax.cu). An online softmax: for each tile of 192 classes the product
+// finds the largest z' * log2(e), which is the shift of the tile, and writes S = sum(E) and for an entropy
+// M = sum(E * t), and z of the target. The tiles are moved to the row's largest shift and added in float64. Then
+// lse = (shift + log2(S)) / log2(e), and M gives the entropy. No row's time or result depends on its logits.
+//
+// Other losses (shifts.cu, statistics.cu), as exps need a shift of the row before them. shift_i is a guess at the row's largest z' * log2(e): the largest of up to 1024
+// samples at equal distances, and of the target's. S and M of all tiles count from it. The logits of a tile with S > 2^120 are computed again, one by one, and those of a row whose guess
 // was too far off: S is 0 or infinite, or lse is next to 0 and has lost its digits. The host waits for none of this.
 //
 // Loss and gradients at once (exps.cu). The product also writes E in bfloat16, whose range is float32's, times the
@@ -80,10 +83,14 @@ struct FusedGradient {
   std::int64_t stride;
 };
 
-/// Before the product: each row's shift and target. Clears first_of_class where that is wanted.
+/// The loss alone, with no shift before the product: the targets, the product with its online softmax, and statistics
+/// [rows, kCrossEntropyStatistics] (cross_entropy.h).
+void write_online_statistics(const FusedRows& rows, float* statistics);
+
+/// Before another product: each row's shift and target. Clears first_of_class where that is wanted.
 void guess_shifts(const FusedRows& rows);
 
-/// The product, and statistics [rows, kCrossEntropyStatistics] (cross_entropy.h).
+/// The product, and statistics.
 void write_statistics(const FusedRows& rows, float* statistics);
 
 /// The same, exps, row_factor and target_gradient. hidden and head are of bfloat16.

@@ -61,14 +61,7 @@ struct Lowering {
 template <bool kHasExps>
 __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, const Sums& sums, bool is_any_lost,
                               const ClassStatistics<float>& state, float* statistics) {
-  const int column = rows.targets.column(row);
-  TargetClass<float> target;
-  const float of_target = column >= 0 ? rows.memory.target_logit[row] : 0.0f;
-  if (column >= 0) {
-    target.logit = rows.transform.value(of_target);
-    target.weight = rows.class_weight == nullptr ? 1.0f : rows.class_weight[column];
-  }
-  store_statistics(state, target, rows.terms, statistics + row * kCrossEntropyStatistics);
+  const TargetClass<float> target = store_row_statistics(rows, row, state, statistics);
   Lowering lowering{};
   if constexpr (kHasExps) {
     const SplitLse<float> lse = split_lse(softmax_anchor(state.softmax.max), logf(state.softmax.sum));
@@ -98,7 +91,9 @@ __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, cons
     }
     const float distance = gradient.log_probability(target.logit);
     rows.memory.row_factor[row] = is_nothing ? 0.0f : factor;
-    rows.memory.target_gradient[row] = is_nothing || column < 0 ? 0.0f : rows.of_target(of_target, distance, gradient);
+    const bool has_target = !is_nothing && rows.targets.column(row) >= 0;
+    rows.memory.target_gradient[row] =
+        has_target ? rows.of_target(rows.memory.target_logit[row], distance, gradient) : 0.0f;
     const bool is_finite = sums.sum < infinity<double>() && fabsf(lowering.exponent) < infinity<float>();
     lowering.becomes_nothing = is_nothing && !is_finite;
   }

@@ -16,17 +16,20 @@ inline constexpr int kRepeatThreads = 256;
 inline constexpr int kClasses = static_cast<int>(kExpProductClasses);
 
 struct SumsOfTiles {
+  const float* shifts;  ///< nullptr: those of the rows
   const float* sums;
   const float* moments;
   std::int64_t tiles;
   std::int64_t rows;  ///< up to a whole tile
 
   explicit SumsOfTiles(const FusedRows& of)
-      : sums(of.memory.sums),
+      : shifts(of.memory.tile_shifts),
+        sums(of.memory.sums),
         moments(of.memory.moments),
         tiles(ceil_divide(of.classes, kExpProductClasses)),
         rows(ceil_divide(of.rows, kExpProductRows) * kExpProductRows) {}
 
+  __device__ float shift(std::int64_t tile, std::int64_t row) const { return shifts[tile * rows + row]; }
   __device__ float sum(std::int64_t tile, std::int64_t row) const { return sums[tile * rows + row]; }
   __device__ float moment(std::int64_t tile, std::int64_t row) const { return moments[tile * rows + row]; }
   /// Did the tile leave the range in which its moment stays within float32's? Not a NaN: it would be one again.
@@ -66,6 +69,19 @@ __device__ inline ClassStatistics<float> statistics_of_sums(const Sums& sums, fl
   // z' - anchor = (t - exponent + rest) / log2(e)
   state.moment = kUnit<float> * correction * fmaf(rest - static_cast<float>(exponent), sum, moment);
   return state;
+}
+
+/// By one thread. Returns what it knows of the target.
+__device__ inline TargetClass<float> store_row_statistics(const GradientOfRows& rows, std::int64_t row,
+                                                          const ClassStatistics<float>& state, float* statistics) {
+  const int column = rows.targets.column(row);
+  TargetClass<float> target;
+  if (column >= 0) {
+    target.logit = rows.transform.value(rows.memory.target_logit[row]);
+    target.weight = rows.class_weight == nullptr ? 1.0f : rows.class_weight[column];
+  }
+  store_statistics(state, target, rows.terms, statistics + row * kCrossEntropyStatistics);
+  return target;
 }
 
 /// hidden and the head, for logits that are computed again.
