@@ -173,7 +173,8 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
           for (int i = 0; i < kSize; ++i) {
             const TanhAndDerivative capped = tanh_and_derivative(z[i] * params.to_tanh);
             const float value = take(i, capped.tanh);
-            result[i] = value == 0.0f ? 0.0f : value * capped.derivative;  // of a row that counts for nothing, a NaN too
+            result[i] =
+                value == 0.0f ? 0.0f : value * capped.derivative;  // of a row that counts for nothing, a NaN too
           }
         }
       }
@@ -381,8 +382,8 @@ class Kernel {
          to_stride}};
     arguments.hw_info = {0, launch.multiprocessors};
     using Order = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90Params::RasterOrderOptions;
-    arguments.scheduler.raster_order = launch.raster.is_along_classes ? Order::AlongN : Order::AlongM;
-    arguments.scheduler.max_swizzle_size = launch.raster.in_turn;
+    arguments.scheduler.raster_order = Order::AlongN;
+    arguments.scheduler.max_swizzle_size = launch.in_turn;
     Gemm gemm;
     cutlass::Status status = gemm.initialize(arguments, nullptr, static_cast<cudaStream_t>(launch.stream));
     if (status == cutlass::Status::kSuccess) status = gemm.run(static_cast<cudaStream_t>(launch.stream));

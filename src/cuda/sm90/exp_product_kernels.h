@@ -5,16 +5,8 @@
 
 namespace eaves::cuda::sm90 {
 
-/// The order of the tiles of a product. Along rows all tiles of rows are computed for a tile of classes, before the next
-/// one; along classes the other way round. `in_turn`, a power of two, are the tiles of the other axis that are taken
-/// together.
-struct Raster {
-  bool is_along_classes;
-  int in_turn;
-};
-
 struct Launch {
-  Raster raster;
+  int in_turn;  ///< clusters of rows that are taken along all classes together; a power of two
   int multiprocessors;
   void* stream;
 };

@@ -8,7 +8,8 @@ namespace eaves::cuda::sm90 {
 /// `Result`: the element of the exps, or void.
 template <typename Element, typename Result>
 void run_sums(const char* op, const ExpProduct& product, const ExpProductSums& to, const Launch& launch) {
-  Kernel<Element, Result, SumExps>::run(op, product, {to.sums, to.moments, whole_rows(product)}, to.exps, to.stride, launch);
+  Kernel<Element, Result, SumExps>::run(op, product, {to.sums, to.moments, whole_rows(product)}, to.exps, to.stride,
+                                        launch);
 }
 
 }  // namespace eaves::cuda::sm90
