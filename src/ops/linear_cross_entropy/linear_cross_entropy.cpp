@@ -75,14 +75,16 @@ bool can_take_fused_path(const LinearCrossEntropyProblem& problem) {
 /// float16 takes it for the loss alone: its gradients, and exps, would leave its range. Both at once of a shard with
 /// class weights does not: whether a row counts for nothing is not known before its exps are written.
 bool suits_fused_path(const LinearCrossEntropyProblem& problem) {
-  // Logits in memory are read once by both at once, and twice by a shard's.
-  const bool is_whole_at_once = problem.mode == Mode::forward_backward && problem.shard == nullptr;
-  const bool is_loss_alone = problem.mode == Mode::forward && problem.shard == nullptr;
-  const bool is_forced = fused_product() != FusedProduct::where_faster;
-  const std::int64_t least = is_forced || is_loss_alone ? kLeastFusedClasses
-                             : is_whole_at_once         ? kFasterFusedClassesAtOnce
-                                                        : kFasterFusedClasses;
-  return can_take_fused_path(problem) && problem.classes >= least;
+  if (!can_take_fused_path(problem) || problem.classes < kLeastFusedClasses) return false;
+  if (fused_product() != FusedProduct::where_faster) return true;
+  // A shard's logits in memory are read twice by both at once, others once.
+  const bool is_whole = problem.shard == nullptr;
+  if (is_whole && problem.mode == Mode::forward && !is_batch_invariant()) {
+    const std::int64_t rows = problem.rows();
+    return rows >= cuda::kExpProductClusterRows && rows * problem.classes >= kLeastFusedLogits;
+  }
+  const bool is_whole_at_once = is_whole && problem.mode == Mode::forward_backward;
+  return problem.classes >= (is_whole_at_once ? kFasterFusedClassesAtOnce : kFasterFusedClasses);
 }
 
 /// Exps of a soft cap have the derivative of its tanh in them, from which the entropy's gradient cannot be made.

@@ -1,5 +1,5 @@
-// The fused path (fused/fused.h): which calls take it, and rows that are far from what their sampled logits say. The loss
-// alone takes an online softmax; where a row is kept, the others take a guess.
+// The fused path (fused/fused.h): which calls take it, and rows that are far from what their sampled logits say. The
+// loss alone takes an online softmax; with a row that is kept, or with more classes, a guess.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -163,17 +163,35 @@ TEST_F(LinearCrossEntropyFusedOnGpu, ARowsLossDoesNotDependOnOtherRows) {
   }
 }
 
-TEST_F(LinearCrossEntropyFusedOnGpu, WhereABiasMasksAllClassesLseIsMinusInfinity) {
-  LinearCrossEntropyCase c = fused_case();
-  c.bias_dtype = DType::float32;
-  c.bias = [](std::int64_t) { return -std::numeric_limits<double>::infinity(); };
-  LinearCrossEntropyRun run(c);
-  run.run();
-  for (std::int64_t row = 0; row < 131; ++row) {
-    for (CrossEntropyResults* results : {&run.results, &run.results_at_once}) {
-      EXPECT_EQ(results->lse.get(row), -std::numeric_limits<double>::infinity()) << "row " << row;
+TEST_F(LinearCrossEntropyFusedOnGpu, ABiasThatIsNotFiniteGivesWhatItGivesWithLogitsInMemory) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const auto one = [](double value) { return [=](std::int64_t v) { return v == 7 ? value : noise(57)(v); }; };
+  const auto check = [](auto bias, double lse) {
+    LinearCrossEntropyCase c = fused_case();
+    c.bias_dtype = DType::float32;
+    c.bias = bias;
+    c.wants_all_of_row = c.wants_entropy_alone = true;
+    c.target = [](std::int64_t row) { return row == 5 ? -100.0 : static_cast<double>(row); };
+    setenv("EAVES_FUSED_PRODUCT", "1", 1);
+    LinearCrossEntropyRun fused(c);
+    fused.run();
+    setenv("EAVES_FUSED_PRODUCT", "0", 1);
+    LinearCrossEntropyRun logits(c);
+    logits.run();
+    const auto expect_same = [&](double number, double expected, std::int64_t row) {
+      EXPECT_TRUE(number == expected || (std::isnan(number) && std::isnan(expected)))
+          << "lse " << lse << ", row " << row << ": " << number << ", expected " << expected;
+    };
+    for (std::int64_t row = 0; row < 131; ++row) {
+      expect_same(fused.results.lse.get(row), row == 5 ? 0.0 : lse, row);
+      expect_same(fused.results_at_once.lse.get(row), row == 5 ? 0.0 : lse, row);
+      expect_same(fused.results.loss.get(row), logits.results.loss.get(row), row);
+      expect_same(fused.results.entropy.get(row), logits.results.entropy.get(row), row);
     }
-  }
+  };
+  check([=](std::int64_t) { return -kInfinity; }, -kInfinity);
+  check(one(kInfinity), kInfinity);
+  check(one(std::nan("")), std::nan(""));
 }
 
 TEST_F(LinearCrossEntropyFusedOnGpu, RowsFarFromTheirSampledLogitsMatchTheOracle) {
@@ -198,10 +216,13 @@ TEST_F(LinearCrossEntropyFusedOnGpu, RowsFarFromTheirSampledLogitsMatchTheOracle
   // Of those whose lse was computed again and is 1e4 or more, the loss alone: their gradients are further off than
   // one product makes them, because lse and softmax come from sums in two orders.
   const auto check_loss = [&](const char* what, auto change) {
-    check(what, [&](LinearCrossEntropyCase& c) {
-      change(c);
-      c.wanted = {.hidden = false, .head = false, .bias = false};
-    });
+    for (const std::int64_t classes : {std::int64_t{4099}, kMostOnlineClasses + 1}) {
+      check(what, [&](LinearCrossEntropyCase& c) {
+        change(c);
+        c.classes = classes;
+        c.wanted = {.hidden = false, .head = false, .bias = false};
+      });
+    }
   };
   check("one logit 100 above", with_feature_0(10.0, [](std::int64_t v) { return v == 7 ? 10.0 : 0.0; }));
   check_loss("one logit 1e4 above", with_feature_0(100.0, [](std::int64_t v) { return v == 7 ? 100.0 : 0.0; }));
@@ -353,13 +374,23 @@ TEST_F(LinearCrossEntropyFusedOnGpu, WithoutTheSwitchItIsTakenWhereItIsFaster) {
     expect_way(c, alone, backward, at_once);
   };
   unsetenv("EAVES_FUSED_PRODUCT");
+  expect(16383, false, false, false);
+  expect(16384, false, true, false);
+  expect(32767, false, true, false);
+  expect(32768, false, true, true);
+  c.row_shape = {512};
+  expect(49151, false, true, true);
+  expect(49152, true, true, true);
+  c.row_shape = {6145};
   expect(4095, false, false, false);
   expect(4096, true, false, false);
-  expect(16383, true, false, false);
+  setenv("EAVES_BATCH_INVARIANT", "1", 1);
+  expect(16383, false, false, false);
+  c.row_shape = {1};
   expect(16384, true, true, false);
-  expect(65535, true, true, false);
-  expect(65536, true, true, true);
+  unsetenv("EAVES_BATCH_INVARIANT");
   setenv("EAVES_FUSED_PRODUCT", "0", 1);
+  c.row_shape = {512};
   expect(65536, false, false, false);
 }
 

@@ -159,8 +159,8 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
     logits_of_row = 2 * sampled_classes(shape.classes);
   }
   const bool has_kept_logits = shape.keeps_logits && shape.kept_rows >= rows && !is_backward;
-  memory.logits = take(!is_online && !has_kept_logits && !shape.multiplies_kept_exps_alone(), block.rows * logits_of_row,
-                       shape.is_fused ? element : number);
+  memory.logits = take(!is_online && !has_kept_logits && !shape.multiplies_kept_exps_alone(),
+                       block.rows * logits_of_row, shape.is_fused ? element : number);
   if (shape.is_fused) {
     const std::int64_t sums = cuda::exp_product_sums(block.rows, block.classes);
     const auto take_floats = [&](bool is_needed, std::int64_t count) {

@@ -157,6 +157,8 @@ TEST(LinearCrossEntropyPlan, AnOnlineSoftmaxTakesManyRowsAtOnceInTheMemoryOfAGue
     EXPECT_LE(workspace_bytes(shape, block), limit);
     EXPECT_EQ(block.classes, classes);
     EXPECT_EQ(shape.has_online_softmax(), classes <= kMostOnlineClasses);
+    shape.features = kLeastOnlineFeatures - 1;
+    EXPECT_FALSE(shape.has_online_softmax());
     return block;
   };
   EXPECT_EQ(block_of(4096, true).rows, 12288);

@@ -94,16 +94,23 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
     .bytes_per_second = 5e10,
 };
 
-// How many classes the fused path is for.
-inline constexpr std::int64_t kLeastFusedClasses = 4096;  ///< the loss alone, kept exps; with EAVES_FUSED_PRODUCT=1 all
-inline constexpr std::int64_t kFasterFusedClasses = 16384;  ///< the backward, shards
+// What the fused path is for.
+inline constexpr std::int64_t kLeastFusedClasses = 4096;    ///< kept exps; with EAVES_FUSED_PRODUCT=1 all
+inline constexpr std::int64_t kFasterFusedClasses = 16384;  ///< the backward, shards, any number of rows
+/// The loss alone takes it from so many logits on, of rows of a whole cluster. H200, 4096 features, time over that of
+/// logits in memory: 512 rows of 32,768 classes (16 Mi) 1.10, of 50,257 (24.5 Mi) 0.88; 2048 rows of 8192 (16 Mi) 1.05,
+/// of 16,384 (32 Mi) 0.91; 12288 rows of 4096 (48 Mi) 0.89; 128 rows, half a cluster, of 131,072 (16 Mi) 1.44.
+inline constexpr std::int64_t kLeastFusedLogits = std::int64_t{24} << 20;
 /// Both at once make three products in any case. H200, [12288, 4096] in chunks of 2048 rows: 16,384 classes take 8.0 ms
 /// on the fused path and 7.6 beside their logits, 32,768 classes 14.9 and 15.8.
 inline constexpr std::int64_t kFasterFusedClassesAtOnce = 32768;
-/// Up to so many the loss alone takes an online softmax. H200, 12288 rows of 4096 features, time over that of cuBLAS'
-/// product, with a guess before the product (which leaves out what the guess itself takes): 4096 classes 0.98 and 0.97,
-/// 32,768 0.957 and 0.987, 131,072 1.01 and 0.95.
+/// Up to so many classes, of so many features and more, the loss alone takes an online softmax. H200, 12288 rows, time
+/// of its product over that of the one beside a guess, 4096 to 65,536 classes: 2048 to 8192 features 0.98 to 1.02, and
+/// the guess itself takes 1.6 % more; 1024 features 1.10 to 1.2, as its epilogue takes longer than the multiplications.
+/// The whole forward of 65,536 classes, beside a guess of 65,537, over that of logits in memory: 4096 features 0.81
+/// both, 1024 0.58 and 0.52, 256 0.78 and 0.54.
 inline constexpr std::int64_t kMostOnlineClasses = 65536;
+inline constexpr std::int64_t kLeastOnlineFeatures = 1536;
 /// The most: which tiles of a row are computed again is kept as bits in shared memory.
 inline constexpr std::int64_t kMostFusedClasses = std::int64_t{1} << 20;
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/dispatch.h"
+#include "core/environment.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_policy.h"
 
@@ -114,7 +115,9 @@ struct LinearCrossEntropyShape {
   bool has_exps() const { return is_fused && mode == LinearCrossEntropyMode::forward_backward; }
   /// The loss alone, for which nothing is guessed.
   bool has_online_softmax() const {
-    return is_fused && mode == LinearCrossEntropyMode::forward && kept_rows == 0 && classes <= kMostOnlineClasses;
+    const bool is_loss_alone = mode == LinearCrossEntropyMode::forward && kept_rows == 0;
+    if (!is_fused || !is_loss_alone || classes > kMostOnlineClasses) return false;
+    return features >= kLeastOnlineFeatures || fused_product() == FusedProduct::wherever_possible;
   }
   /// A backward that computes no logit again.
   bool multiplies_kept_exps_alone() const { return is_backward() && keeps_exps && kept_rows >= rows; }

@@ -6,14 +6,16 @@
 //   t  = z' * log2(e) - shift_i,  E = 2^t    so softmax_i = E / sum(E), whatever the shift
 //   dL/dz = (m_i * softmax_i - h_i * [v = y]) * dz'/dz    m, h: softmax_factor and target_factor of RowGradient
 //
-// The loss alone, of up to kMostOnlineClasses (softmax.cu). An online softmax: for each tile of 192 classes the product
-// finds the largest z' * log2(e), which is the shift of the tile, and writes S = sum(E) and for an entropy
-// M = sum(E * t), and z of the target. The tiles are moved to the row's largest shift and added in float64. Then
-// lse = (shift + log2(S)) / log2(e), and M gives the entropy. No row's time or result depends on its logits.
+// The loss alone, of up to kMostOnlineClasses and of kLeastOnlineFeatures or more (softmax.cu). An online softmax: for
+// each tile of 192 classes the product finds the largest z' * log2(e), which is the shift of the tile, and writes
+// S = sum(E), for an entropy M = sum(E * t), and z of the target. The tiles are moved to the row's largest shift and
+// added in float64. Then lse = (shift + log2(S)) / log2(e), and M gives the entropy. No row's time or result depends on
+// other logits.
 //
-// Other losses (shifts.cu, statistics.cu), as exps need a shift of the row before them. shift_i is a guess at the row's largest z' * log2(e): the largest of up to 1024
-// samples at equal distances, and of the target's. S and M of all tiles count from it. The logits of a tile with S > 2^120 are computed again, one by one, and those of a row whose guess
-// was too far off: S is 0 or infinite, or lse is next to 0 and has lost its digits. The host waits for none of this.
+// Every other loss (shifts.cu, statistics.cu); exps need a shift before them. shift_i is a guess at the row's largest
+// z' * log2(e): the largest of up to 1024 samples at equal distances, and of the target's. S and M of all tiles count
+// from it. The logits of a tile with S > 2^120 are computed again, one by one, and those of a row whose guess was
+// too far off: S is 0 or infinite, or lse is next to 0 and has lost its digits. The host waits for none of this.
 //
 // Loss and gradients at once (exps.cu). The product also writes E in bfloat16, whose range is float32's, times the
 // derivative of tanh. The gradients are products with E, put right by a factor for each row. The target's element is

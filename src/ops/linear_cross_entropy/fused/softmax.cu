@@ -1,5 +1,5 @@
-// The loss alone by an online softmax (fused.h): the product finds the largest logit of each tile by itself, and a row's
-// statistics are merged from its tiles. Nothing is guessed, and nothing is computed again.
+// The loss alone by an online softmax (fused.h): the product finds the largest logit of each tile by itself, and a
+// row's statistics are merged from its tiles. Nothing is guessed, and nothing is computed again.
 #include <cmath>
 
 #include "cuda/softmax.cuh"
@@ -70,9 +70,8 @@ __global__ void __launch_bounds__(kThreads)
 void write_online_statistics(const FusedRows& rows, float* statistics) {
   const FusedMemory& memory = rows.memory;
   void* stream = rows.context.stream;
-  launch(rows.op, find_targets,
-         {.blocks = ceil_divide(rows.rows, kThreads), .threads = kThreads, .stream = stream}, Targets(rows), rows.rows,
-         memory.target);
+  launch(rows.op, find_targets, {.blocks = ceil_divide(rows.rows, kThreads), .threads = kThreads, .stream = stream},
+         Targets(rows), rows.rows, memory.target);
   exp_product(rows.op, product_of(rows), ExpProductSoftmax{memory.tile_shifts, memory.sums, memory.moments},
               rows.context);
   launch(rows.op, merge_tiles, {.blocks = ceil_divide(rows.rows, 32), .threads = kThreads, .stream = stream},
