@@ -93,6 +93,30 @@ def test_loss_outputs_and_gradients_are_within_the_contract(jax_device: Any, cas
     assert_gradients((grad_hidden, grad_head.T if layout == "dv" else grad_head, grad_bias), exact, dtype)
 
 
+@pytest.mark.parametrize("algorithm", ["speed", "recompute"])
+def test_no_divisor_has_larger_errors_than_a_power_of_two(jax_device: Any, algorithm: str) -> None:
+    # Divided by 877, the targets' elements of the gradient of the logits would all be off by 3.2e-3.
+    rows, classes, luck = 877, 500, 1.05
+    hidden = random_tensor((rows, 64), torch.bfloat16)
+    head = random_tensor((classes, 64), torch.bfloat16, deviation=0.25).flip(0)
+    labels = torch.arange(rows) * 7919 % classes
+    exact = LinearOracle(hidden, head, labels, reduction="sum").gradients()
+
+    def errors(reduction: str, divisor: int) -> list[float]:
+        def function(hidden: Any, head: Any, bias: Any) -> Any:
+            return eaves.jax.linear_cross_entropy(
+                hidden, head, array_of(labels), bias=bias, reduction=reduction, algorithm=algorithm,
+                grad_head_dtype="float32",
+            )  # fmt: skip
+
+        arrays = (array_of(hidden), array_of(head), jnp.zeros(classes))
+        found = map(tensor_of, jax.grad(function, (0, 1, 2))(*arrays))
+        return [float((each.double() * divisor - of).norm() / of.norm()) for each, of in zip(found, exact)]
+
+    scaled, best = errors("mean", rows), errors("sum", 1)
+    assert all(error <= luck * least for error, least in zip(scaled, best, strict=True)), (scaled, best)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_probabilities(jax_device: Any, dtype: torch.dtype) -> None:
     hidden, head = tensors(dtype)

@@ -269,3 +269,34 @@ def test_a_wide_sum_of_the_weights_gradient_is_rounded_once(algorithm: str, devi
     leaf = head.detach().requires_grad_()
     eaves.linear_cross_entropy(x, leaf, target, algorithm=algorithm, grad_weight_out=out).backward()
     assert not torch.equal(out, out.bfloat16().float())
+
+
+# float16 underflows in a gradient itself without a loss scale, and speed knows that only behind the forward.
+SCALED = [(dtype, algorithm, reduction, upstream) for dtype in (torch.bfloat16, torch.float16)
+          for algorithm in ("recompute", "keep") for reduction in ("mean", "none")
+          for upstream in (3700.0, 65536.0)]  # fmt: skip
+
+
+@each("dtype, algorithm, reduction, upstream", [(torch.bfloat16, "speed", "mean", 1.0), *SCALED])
+def test_no_divisor_has_larger_errors_than_a_power_of_two(
+    dtype: torch.dtype, algorithm: str, reduction: str, upstream: float, device: torch.device
+) -> None:
+    # Divided by 877, the targets' elements of the gradient of the logits would all be off by 3.2e-3 in bfloat16.
+    rows, luck = 877, 1.05
+    x, head, _, _ = problem((rows, 64), 500, dtype, device)
+    target = torch.arange(rows, device=device) * 7919 % 500
+    tensors = (x, head, torch.zeros(500, device=device))
+    exact = LinearOracle(x, head, target, reduction="sum").gradients()
+
+    def errors(reduction: str, grad_loss: float, share: float) -> list[float]:
+        given = leaves(*tensors)
+        loss = eaves.linear_cross_entropy(
+            given[0], given[1], target, linear_bias=given[2], reduction=reduction, algorithm=algorithm,
+            grad_weight_dtype=torch.float32,
+        )  # fmt: skip
+        found = torch.autograd.grad(loss, given, torch.full_like(loss, grad_loss))
+        return [float((each.cpu().double() / share - of).norm() / of.norm()) for each, of in zip(found, exact)]
+
+    share = upstream / rows
+    scaled, best = errors(reduction, share if reduction == "none" else upstream, share), errors("sum", 1.0, 1.0)
+    assert all(error <= luck * least for error, least in zip(scaled, best, strict=True)), (scaled, best)

@@ -4,6 +4,9 @@
 // The test prints the table that docs/numerics.md shows, and fails where a share exceeds 1.
 #include <algorithm>
 #include <cstdio>
+#include <functional>
+#include <string>
+#include <vector>
 
 #include "ops/linear_cross_entropy/linear_cross_entropy_test_case.h"
 #include "testing/cases.h"
@@ -79,6 +82,132 @@ double distance(const reference::Matrix& a, const reference::Matrix& b) {
     size += std::pow(b.values[i], 2);
   }
   return std::sqrt(error / size);
+}
+
+/// One of the ways in which an upstream gradient and a divisor come to a call.
+struct WayOfScale {
+  const char* name;
+  double grad_loss;
+  std::function<void(LinearCrossEntropyCase&)> choose;
+};
+
+void give_gradients_of_outputs(LinearCrossEntropyCase& c) {
+  c.has_grad_lse = c.has_grad_entropy = c.wants_all_of_row = true;
+}
+
+/// With a loss scale of 1024: float16 would underflow in grad_hidden itself.
+const std::vector<WayOfScale> kWaysOfScale = {
+    {"mean", 1024.0, [](LinearCrossEntropyCase&) {}},
+    {"mean in chunks", 1024.0, [](LinearCrossEntropyCase& c) { c.workspace_limit = 200000; }},
+    {"mean, kept", 1024.0, [](LinearCrossEntropyCase& c) { c.kept_rows = c.row_shape[0]; }},
+    {"mean by a normalizer", 1024.0, [](LinearCrossEntropyCase& c) { c.has_normalizer = true; }},
+    {"mean, and gradients of lse and entropy", 1024.0, give_gradients_of_outputs},
+    {"mean, kept, and gradients of lse and entropy", 1024.0,
+     [](LinearCrossEntropyCase& c) {
+       c.kept_rows = c.row_shape[0];
+       give_gradients_of_outputs(c);
+     }},
+    {"sum", 3.7, [](LinearCrossEntropyCase& c) { c.options.reduction = Reduction::sum; }},
+    {"per row", 3.7, [](LinearCrossEntropyCase& c) { c.options.reduction = Reduction::none; }},
+    {"per row, and gradients of lse and entropy", 3.7, [](LinearCrossEntropyCase& c) {
+       c.options.reduction = Reduction::none;
+       give_gradients_of_outputs(c);
+     }}};
+
+LinearCrossEntropyCase case_of_scale(DType dtype, std::int64_t rows) {
+  return {.dtype = dtype,
+          .row_shape = {rows},
+          .features = 32,
+          .classes = 500,
+          .options = {.reduction = Reduction::mean},
+          .deviation = 1.3,
+          .bias_dtype = DType::float32,
+          .wants_all_of_row = false,
+          .grad_head_dtype = DType::float32,  // rounded to 16 bits, the parameters' gradients would hide other errors
+          .grad_bias_dtype = DType::float32,
+          .target = [](std::int64_t i) { return static_cast<double>(i * 7919 % 500); }};
+}
+
+struct ScaleErrors {
+  double loss, hidden, head, bias;
+};
+
+/// Of a gradient the larger of both ways to it.
+ScaleErrors errors_of(const LinearCrossEntropyCase& test_case, double grad_loss) {
+  const std::int64_t rows = test_case.row_shape[0];
+  const bool is_mean = test_case.options.reduction == Reduction::mean;
+  LinearCrossEntropyRun run(test_case);
+  run.grad_loss.fill([=](std::int64_t) { return grad_loss; });
+  // Small beside those of the loss.
+  const double share = 1e-3 * grad_loss / (is_mean ? static_cast<double>(rows) : 1.0);
+  run.grad_lse.fill([=](std::int64_t i) { return share * random_normal(46, static_cast<std::uint64_t>(i)); });
+  run.grad_entropy.fill([=](std::int64_t i) { return share * random_normal(47, static_cast<std::uint64_t>(i)); });
+  run.run();
+  const LinearCrossEntropyForwardArgs args = run.forward_args(&TestTensor::host);
+  const reference::LinearCrossEntropy exact(args.inputs, args.normalizer);
+  const double divisor = is_mean ? exact.divisor : 1.0;
+  const auto numbers = [&](bool is_given, const TestTensor& tensor) {
+    std::vector<double> values;
+    for (std::int64_t i = 0; is_given && i < rows; ++i) values.push_back(tensor.get(i));
+    return values;
+  };
+  ScaleErrors errors{};
+  const auto raise = [&](const LinearCrossEntropyGradientTensors& actual, bool is_backward) {
+    reference::LinearCrossEntropyUpstream upstream{.lse = numbers(is_backward && test_case.has_grad_lse, run.grad_lse)};
+    upstream.loss.assign(static_cast<std::size_t>(rows), run.grad_loss.get(0) / divisor);
+    upstream.entropy = numbers(is_backward && test_case.has_grad_entropy, run.grad_entropy);
+    const reference::Matrix factor = logits_gradient(exact, upstream).values, of_classes = transposed(factor);
+    reference::Matrix ones(rows, 1);
+    std::fill(ones.values.begin(), ones.values.end(), 1.0);
+    const auto error_of = [](const TestTensor& tensor, const reference::Matrix& expected) {
+      reference::Matrix found = expected;
+      for (std::size_t i = 0; i < found.values.size(); ++i) found.values[i] = tensor.get(static_cast<std::int64_t>(i));
+      return distance(found, expected);
+    };
+    errors.hidden = std::max(errors.hidden, error_of(actual.hidden, multiply(factor, exact.head)));
+    errors.head = std::max(errors.head, error_of(actual.head, multiply(of_classes, exact.hidden)));
+    errors.bias = std::max(errors.bias, error_of(actual.bias, multiply(of_classes, ones)));
+  };
+  raise(run.gradients, true);
+  raise(run.gradients_at_once, false);
+  double actual = 0.0, expected = 0.0;
+  const std::int64_t losses = run.results.loss.host().element_count();
+  for (std::int64_t i = 0; i < losses; ++i) actual += run.results.loss.get(i);
+  for (const reference::CrossEntropyRow& row : exact.rows) expected += static_cast<double>(row.loss) / divisor;
+  errors.loss = std::abs(actual - expected) / expected;
+  return errors;
+}
+
+/// Divided by 768, 877 or 12288, the targets' elements would all be off by 2.8e-3, 3.2e-3 or 2.8e-3 of their size. Each
+/// call is compared with the same call of a scale of 1.
+void expect_the_errors_of_a_power_of_two(DType dtype) {
+  constexpr double kLuck = 1.05;
+  constexpr double kRoundingOfLoss = 0x1p-23;
+  for (const std::int64_t rows : {768, 877, 12288}) {
+    for (const WayOfScale& way : kWaysOfScale) {
+      if (rows != 877 && &way != kWaysOfScale.data()) continue;  // the oracle is slow
+      LinearCrossEntropyCase test_case = case_of_scale(dtype, rows);
+      way.choose(test_case);
+      const ScaleErrors errors = errors_of(test_case, way.grad_loss);
+      if (test_case.options.reduction == Reduction::mean) test_case.options.reduction = Reduction::sum;
+      const ScaleErrors best = errors_of(test_case, 1.0);
+      SCOPED_TRACE(std::string(name_of(dtype)) + ", " + std::to_string(rows) + " rows, " + way.name);
+      EXPECT_LE(errors.loss, best.loss + kRoundingOfLoss);
+      EXPECT_LE(errors.hidden, kLuck * best.hidden);
+      EXPECT_LE(errors.head, kLuck * best.head);
+      EXPECT_LE(errors.bias, kLuck * best.bias);
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropyAccuracy, NoScaleHasLargerErrorsThanAPowerOfTwo) {
+  for (const DType dtype : {DType::bfloat16, DType::float16}) expect_the_errors_of_a_power_of_two(dtype);
+}
+
+class LinearCrossEntropyFusedAccuracyOnGpu : public OnGpuWithFusedPath {};
+
+TEST_F(LinearCrossEntropyFusedAccuracyOnGpu, NoScaleHasLargerErrorsThanAPowerOfTwo) {
+  expect_the_errors_of_a_power_of_two(DType::bfloat16);
 }
 
 TEST_P(LinearCrossEntropyAccuracy, LogitsThatWereRoundedToSixteenBitsWouldMissTheContract) {

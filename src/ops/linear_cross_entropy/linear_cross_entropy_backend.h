@@ -5,6 +5,7 @@
 #include <cstddef>
 
 #include "core/dispatch.h"
+#include "core/environment.h"
 #include "core/gemm.h"
 #include "core/loss_outputs.h"
 #include "core/rows.h"
@@ -39,6 +40,11 @@ struct KeptRows {
   bool are_exps() const { return data != nullptr && dtype == DType::bfloat16; }
   bool are_logits() const { return data != nullptr && dtype != DType::bfloat16; }
 };
+
+/// The scale is dL/d(loss) over the mean's divisor, if all rows have the same number or 0. Products multiply by a part
+/// of it, in float32; the rest is in their factor, the gradient of the logits. A factor of 16 bits has at most a power
+/// of two: any other number would be rounded the same way in the target's element of every row.
+enum class ScaleInProducts : std::uint8_t { nothing, all_but_power_of_two, all };
 
 struct LinearCrossEntropyProblem {
   LinearCrossEntropyMode mode;
@@ -91,6 +97,17 @@ struct LinearCrossEntropyProblem {
   DType accumulator() const { return accumulator_dtype(dtype); }
   bool has_soft_targets() const { return is_floating_point(targets.dtype); }
   bool is_reduced() const { return options.reduction != Reduction::none; }
+
+  ScaleInProducts scale_in_products() const {
+    const bool is_one = grad_loss.data == nullptr && options.reduction != Reduction::mean;
+    // A row must not depend on the numbers of the others.
+    const bool keeps_rows_apart = !is_reduced() && is_batch_invariant();
+    if (size_of(dtype) != 2 || is_one || keeps_rows_apart) return ScaleInProducts::nothing;
+    // The power of two may make a factor of float16 underflow. Without it dL/d(lse) or dL/d(entropy), divided by all of
+    // the scale, may overflow.
+    const bool is_alone = grad_lse == nullptr && grad_entropy == nullptr;
+    return is_alone ? ScaleInProducts::all : ScaleInProducts::all_but_power_of_two;
+  }
   bool wants_gradients() const { return grad_hidden != nullptr || grad_head != nullptr || grad_bias != nullptr; }
 };
 

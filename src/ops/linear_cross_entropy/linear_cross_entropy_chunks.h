@@ -77,17 +77,16 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
 
   /// Of the gradient of the logits of these rows and classes, which lies where the logits lay.
   void multiply_gradients(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) {
-    const void* alpha = problem_.is_reduced() && !is_scale_in_factor_ ? number(kAlpha) : nullptr;
     const GemmMatrix gradient{memory_.logits, gradient_stride(classes)};
     if (problem_.grad_hidden != nullptr) {
-      multiply_grad_hidden(first, rows, first_class, classes, gradient, alpha);
+      multiply_grad_hidden(first, rows, first_class, classes, gradient, alpha());
       if (first_class + classes == problem_.classes) finish_grad_hidden(first, rows);
     }
     if (problem_.grad_head != nullptr) {
-      multiply_grad_head(first, rows, first_class, classes, gradient, hidden_at(first), alpha);
+      multiply_grad_head(first, rows, first_class, classes, gradient, hidden_at(first), alpha());
     }
     if (problem_.grad_bias != nullptr) {
-      steps_.add_bias_gradient(memory_.logits, rows, classes, gradient_stride(classes), alpha, first == 0,
+      steps_.add_bias_gradient(memory_.logits, rows, classes, gradient_stride(classes), alpha(), first == 0,
                                memory_.grad_bias + first_class);
     }
   }
@@ -109,7 +108,7 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
                  .c_dtype = is_wide ? problem_.accumulator() : problem_.grad_hidden_dtype,
                  .c = memory_.grad_hidden,
                  .c_stride = problem_.features(),
-                 .alpha = alpha,
+                 .alpha = is_wide ? nullptr : alpha,  // finish_grad_hidden() multiplies, not each product
                  .accumulates = first_class != 0};
     if (!is_wide && !gathers_) {
       const auto& loop = problem_.view.rows;
@@ -138,7 +137,8 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
   void finish_grad_hidden(std::int64_t first, std::int64_t rows) {
     const bool is_wide = is_grad_hidden_wide(shape_, block_);
     if (is_wide || gathers_) {
-      steps_.scatter_grad_hidden(first, rows, is_wide ? problem_.accumulator() : problem_.grad_hidden_dtype);
+      steps_.scatter_grad_hidden(first, rows, is_wide ? problem_.accumulator() : problem_.grad_hidden_dtype,
+                                 is_wide ? alpha() : nullptr);
     }
     tell_grad_hidden(first, rows);
   }
@@ -214,12 +214,13 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
       for (const auto output : kRowOutputs) gather(given.*output, memory_.per_row.*output, true);
       gather(given.lse.data, memory_.per_row.lse.data, true, given.lse.is_split);
     }
-    gather(problem_.grad_lse, grad_lse_, gathers_);
-    gather(problem_.grad_entropy, grad_entropy_, gathers_);
+    // The products multiply by alpha what is made of these too.
+    gather(problem_.grad_lse, grad_lse_, gathers_, false, alpha());
+    gather(problem_.grad_entropy, grad_entropy_, gathers_, false, alpha());
   }
 
-  void gather(const void* from, void* to, bool gathers, bool is_split = false) {
-    if (from != nullptr) steps_.gather_numbers(from, to, count_, is_split, gathers);
+  void gather(const void* from, void* to, bool gathers, bool is_split = false, const void* divisor = nullptr) {
+    if (from != nullptr) steps_.gather_numbers(from, to, count_, is_split, gathers, divisor);
   }
 
   void finish_per_row() {

@@ -32,6 +32,7 @@ class Steps final : public LinearCrossEntropySteps {
   std::int64_t select_rows() override {
     std::int64_t count = 0;
     double weight = 0.0;
+    UpstreamRange<A> upstream;
     for (std::int64_t row = 0; row < problem_.rows(); ++row) {
       const auto at = problem_.view.rows.offsets(row);
       if (!counts(at)) continue;
@@ -49,11 +50,16 @@ class Steps final : public LinearCrossEntropySteps {
       const std::int64_t place = is_in_place ? at.of[kPerRow] : count;
       if (memory_.row_indices != nullptr) memory_.row_indices[place] = row;
       if (memory_.grad_loss != nullptr) {
-        static_cast<A*>(memory_.grad_loss)[place] = static_cast<A>(number_at(problem_.grad_loss, at.of[kGradLoss]));
+        const auto gradient = static_cast<A>(number_at(problem_.grad_loss, at.of[kGradLoss]));
+        static_cast<A*>(memory_.grad_loss)[place] = gradient;
+        upstream.add(gradient);
       }
       ++count;
     }
-    write_numbers(weight);
+    write_numbers(weight, upstream);
+    for (std::int64_t i = 0; memory_.grad_loss != nullptr && i < count; ++i) {
+      static_cast<A*>(memory_.grad_loss)[i] /= numbers()[kAlpha];
+    }
     count_ = count;
     return count;
   }
@@ -79,12 +85,13 @@ class Steps final : public LinearCrossEntropySteps {
     });
   }
 
-  void scatter_grad_hidden(std::int64_t first, std::int64_t count, DType dtype) override {
+  void scatter_grad_hidden(std::int64_t first, std::int64_t count, DType dtype, const void* scale) override {
+    const A factor = scale == nullptr ? A(1) : *static_cast<const A*>(scale);
     with_grad_hidden([&](auto* to) {
       if (dtype == kDTypeOf<T>) {
-        scatter_features(static_cast<const T*>(memory_.grad_hidden), first, count, to);
+        scatter_features(static_cast<const T*>(memory_.grad_hidden), first, count, factor, to);
       } else {
-        scatter_features(static_cast<const A*>(memory_.grad_hidden), first, count, to);
+        scatter_features(static_cast<const A*>(memory_.grad_hidden), first, count, factor, to);
       }
     });
   }
@@ -106,10 +113,17 @@ class Steps final : public LinearCrossEntropySteps {
   }
 
   /// Rows that do not count are always left out here.
-  void gather_numbers(const void* from, void* to, std::int64_t count, bool is_split, bool gathers) override {
+  void gather_numbers(const void* from, void* to, std::int64_t count, bool is_split, bool gathers,
+                      const void* divisor) override {
     const auto gather = [&]<typename N>() {
       const auto* numbers = static_cast<const N*>(from);
-      for (std::int64_t i = 0; i < count; ++i) static_cast<N*>(to)[i] = numbers[gathers ? per_row_index(i) : i];
+      for (std::int64_t i = 0; i < count; ++i) {
+        N number = numbers[gathers ? per_row_index(i) : i];
+        if constexpr (std::is_same_v<N, A>) {
+          if (divisor != nullptr) number /= *static_cast<const A*>(divisor);
+        }
+        static_cast<N*>(to)[i] = number;
+      }
     };
     is_split ? gather.template operator()<SplitLse<A>>() : gather.template operator()<A>();
   }
@@ -221,8 +235,8 @@ class Steps final : public LinearCrossEntropySteps {
 
   A* numbers() const { return static_cast<A*>(memory_.numbers); }
 
-  /// `weight` is that of all rows that are computed.
-  void write_numbers(double weight) {
+  /// Of the rows that are computed: the weight of all, and their upstream gradients.
+  void write_numbers(double weight, const UpstreamRange<A>& upstream) {
     const bool is_mean = problem_.options.reduction == Reduction::mean;
     A* to = numbers();
     to[kDivisor] = static_cast<A>(divisor_of_sum(weight));
@@ -230,12 +244,12 @@ class Steps final : public LinearCrossEntropySteps {
     const bool is_backward = problem_.mode == LinearCrossEntropyMode::backward;
     if (is_backward && is_mean) to[kDivisor] = *static_cast<const A*>(problem_.outputs.divisor);
     if (!is_backward && problem_.outputs.divisor != nullptr) *static_cast<A*>(problem_.outputs.divisor) = to[kDivisor];
-    double scale = 1.0;
+    double scale = upstream.scale();
     if (problem_.is_reduced()) {
       if (problem_.grad_loss.data != nullptr) scale = number_at(problem_.grad_loss, 0);
       if (is_mean) scale = mean_gradient(scale, static_cast<double>(to[kDivisor]));
     }
-    put_scale(scale, to);
+    put_scale(scale, problem_.scale_in_products(), to);
   }
 
   /// Of the view, of the i-th row that is computed.
@@ -274,13 +288,13 @@ class Steps final : public LinearCrossEntropySteps {
   }
 
   template <typename S, typename D>
-  void scatter_features(const S* from, std::int64_t first, std::int64_t count, D* to) {
+  void scatter_features(const S* from, std::int64_t first, std::int64_t count, A factor, D* to) {
     const std::int64_t features = problem_.features();
     const bool is_contiguous = has_unit_stride(kGradHidden);
     for_each_feature_row(first, count, [&](std::int64_t i, const auto& at) {
       for (std::int64_t f = 0; f < features; ++f) {
         const std::int64_t offset = is_contiguous ? f : problem_.view.columns.offsets(f).of[kGradHidden];
-        to[at.of[kGradHidden] + offset] = round_to<D>(load_as_accumulator(from[i * features + f]));
+        to[at.of[kGradHidden] + offset] = round_to<D>(factor * load_as_accumulator(from[i * features + f]));
       }
     });
   }

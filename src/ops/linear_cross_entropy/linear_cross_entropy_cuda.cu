@@ -35,12 +35,13 @@ struct Selection {
   std::int64_t* row_indices;  ///< nullptr: all rows are computed, in the order of the view
   bool leaves_out;            ///< rows that do not count; with row_indices
   std::int64_t* targets;
-  A* row_gradients;  ///< nullptr where the loss is reduced
+  A* row_gradients;  ///< over kAlpha; nullptr where the loss is reduced
   A* numbers;
   std::int64_t* count;
   const A* given_divisor;  ///< nullptr: the weights of the rows
   A* divisor;              ///< out, or nullptr
   bool is_reduced;
+  ScaleInProducts scale_in_products;
   bool is_mean;
 };
 
@@ -68,6 +69,7 @@ template <typename A>
 __global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_constant__ Selection<A> in) {
   const std::int64_t rows = in.rows.view.row_count;
   double weight = 0.0;
+  UpstreamRange<A> upstream;
   std::int64_t selected = 0;
   for (std::int64_t first = 0; first < rows; first += kSelectThreads) {
     const std::int64_t row = first + threadIdx.x;
@@ -86,7 +88,11 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_const
       if (in.targets != nullptr) {
         in.targets[position] = is_counted ? integer_at(in.rows.targets, at.of[kTargets]) : in.rows.ignore_index;
       }
-      if (in.row_gradients != nullptr) in.row_gradients[position] = number_at<A>(in.grad_loss, at.of[kGradLoss]);
+      if (in.row_gradients != nullptr) {
+        const A gradient = number_at<A>(in.grad_loss, at.of[kGradLoss]);
+        in.row_gradients[position] = gradient;
+        if (is_counted) upstream.add(gradient);
+      }
     }
     if (is_counted) {
       const std::int64_t target = in.rows.targets.data == nullptr ? 0 : integer_at(in.rows.targets, at.of[kTargets]);
@@ -99,17 +105,25 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_const
     }
   }
   const double sum = reduce_block<kSelectThreads>(weight, Plus{});
-  if (threadIdx.x != 0) return;
-  const A divisor = in.given_divisor != nullptr ? *in.given_divisor : static_cast<A>(divisor_of_sum(sum));
-  double scale = 1.0;
-  if (in.is_reduced) {
-    if (in.grad_loss.data != nullptr) scale = double(number_at<A>(in.grad_loss, 0));
-    if (in.is_mean) scale = mean_gradient(scale, double(divisor));
+  upstream = reduce_block<kSelectThreads>(upstream, [](const UpstreamRange<A>& a, const UpstreamRange<A>& b) {
+    return UpstreamRange<A>{a.least < b.least ? a.least : b.least, a.largest > b.largest ? a.largest : b.largest};
+  });
+  const std::int64_t count = in.leaves_out ? selected : rows;
+  if (threadIdx.x == 0) {
+    const A divisor = in.given_divisor != nullptr ? *in.given_divisor : static_cast<A>(divisor_of_sum(sum));
+    double scale = double(upstream.scale());
+    if (in.is_reduced) {
+      if (in.grad_loss.data != nullptr) scale = double(number_at<A>(in.grad_loss, 0));
+      if (in.is_mean) scale = mean_gradient(scale, double(divisor));
+    }
+    put_scale(scale, in.scale_in_products, in.numbers);
+    in.numbers[kDivisor] = divisor;
+    if (in.divisor != nullptr) *in.divisor = divisor;
+    *in.count = count;
   }
-  put_scale(scale, in.numbers);
-  in.numbers[kDivisor] = divisor;
-  if (in.divisor != nullptr) *in.divisor = divisor;
-  *in.count = in.leaves_out ? selected : rows;
+  if (in.row_gradients == nullptr) return;
+  __syncthreads();  // kAlpha is written, and so are the gradients
+  for (std::int64_t i = threadIdx.x; i < count; i += kSelectThreads) in.row_gradients[i] /= in.numbers[kAlpha];
 }
 
 template <typename A>
@@ -170,6 +184,7 @@ class Steps final : public LinearCrossEntropySteps {
             static_cast<const A*>(is_backward ? (is_mean ? problem_.outputs.divisor : nullptr) : problem_.normalizer),
         .divisor = static_cast<A*>(is_backward ? nullptr : problem_.outputs.divisor),
         .is_reduced = problem_.is_reduced(),
+        .scale_in_products = problem_.scale_in_products(),
         .is_mean = is_mean};
     run(cuda::select_rows<A>, {.threads = kSelectThreads}, selection);
     count_ = problem_.rows();
@@ -195,12 +210,12 @@ class Steps final : public LinearCrossEntropySteps {
                                              : gather.template operator()<float>();
   }
 
-  void scatter_grad_hidden(std::int64_t first, std::int64_t count, DType dtype) override {
+  void scatter_grad_hidden(std::int64_t first, std::int64_t count, DType dtype, const void* scale) override {
     const auto scatter = [&](const auto* from, auto* to) {
       using S = std::remove_cvref_t<decltype(*from)>;
       using D = std::remove_pointer_t<decltype(to)>;
       run(scatter_features<S, D>, {.blocks = std::min(count, kMostBlocks), .threads = kRowThreads},
-          feature_rows(first, count), from, to);
+          feature_rows(first, count), from, static_cast<const A*>(scale), to);
     };
     // A grad_hidden in accumulators, of a shard, comes from accumulators alone.
     if (problem_.grad_hidden_dtype != kDTypeOf<T>) {
@@ -223,11 +238,12 @@ class Steps final : public LinearCrossEntropySteps {
     clear(static_cast<A*>(problem_.grad_hidden));
   }
 
-  void gather_numbers(const void* from, void* to, std::int64_t count, bool is_split, bool gathers) override {
+  void gather_numbers(const void* from, void* to, std::int64_t count, bool is_split, bool gathers,
+                      const void* divisor) override {
     const auto gather = [&]<typename N>() {
-      run(gather_numbers_of<N>, {.blocks = blocks_for(count), .threads = kRowThreads}, rows_,
+      run(gather_numbers_of<N, A>, {.blocks = blocks_for(count), .threads = kRowThreads}, rows_,
           static_cast<const std::int64_t*>(gathers ? row_indices() : nullptr), static_cast<const N*>(from),
-          static_cast<N*>(to), count);
+          static_cast<N*>(to), count, static_cast<const A*>(divisor));
     };
     is_split ? gather.template operator()<SplitLse<A>>() : gather.template operator()<A>();
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -42,7 +43,7 @@ struct LinearCrossEntropyMemory {
   // For all rows; where rows are gathered, of those that are computed, in the order in which they are.
   std::int64_t* row_indices;  ///< of the problem's view
   std::int64_t* targets;      ///< ignore_index for rows of weight 0
-  void* grad_loss;            ///< where it is per row, as accumulators
+  void* grad_loss;            ///< where it is per row, as accumulators, over kAlpha
   void* row_weight;           ///< where rows are gathered
   LossOutputs per_row;        ///< no divisor
   void* grad_lse;
@@ -66,11 +67,9 @@ struct LinearCrossEntropyMemory {
   FusedMemory fused;
 };
 
-/// The numbers of a call on the device. A gradient is multiplied by kScale = kAlpha * kRest: the products multiply by
-/// kAlpha, the gradient of the logits by kRest. kAlpha is kScale, or 1 if kScale is not finite: a product would turn
-/// the zeros of rows that do not count into NaN.
+/// The numbers of a call on the device. The scale is kAlpha * kRest: the products multiply by kAlpha, their factor has
+/// kRest. kAlpha is 1 if the scale is 0 or not finite: times a sum that is not finite or 0 it would be NaN.
 enum LinearCrossEntropyNumber {
-  kScale,  ///< dL/d(loss) over the divisor, or 1 if that is per row
   kAlpha,
   kRest,
   kDivisor,
@@ -78,13 +77,30 @@ enum LinearCrossEntropyNumber {
   kNumbers
 };
 
+/// The upstream gradients of rows but for zeros and NaN.
 template <typename A>
-EAVES_HOST_DEVICE void put_scale(double given, A* numbers) {
+struct UpstreamRange {
+  A least = infinity<A>();
+  A largest = -infinity<A>();
+
+  EAVES_HOST_DEVICE void add(A gradient) {
+    if (gradient != A(0) && gradient < least) least = gradient;
+    if (gradient != A(0) && gradient > largest) largest = gradient;
+  }
+  /// Their number if all are the same, else 1.
+  EAVES_HOST_DEVICE A scale() const { return least == largest ? least : A(1); }
+};
+
+template <typename A>
+EAVES_HOST_DEVICE void put_scale(double given, ScaleInProducts part, A* numbers) {
   const A scale = static_cast<A>(given);
-  const bool is_finite = scale - scale == A(0);
-  numbers[kScale] = scale;
-  numbers[kAlpha] = is_finite ? scale : A(1);
-  numbers[kRest] = is_finite ? A(1) : scale;
+  A alpha = A(1);
+  if (part != ScaleInProducts::nothing && scale != A(0) && scale - scale == A(0)) {
+    int exponent = 0;
+    alpha = part == ScaleInProducts::all ? scale : A(2) * std::frexp(scale, &exponent);
+  }
+  numbers[kAlpha] = alpha;
+  numbers[kRest] = scale / alpha;
 }
 
 /// Distance between rows of logits, and of exps and gradients of 16 bits on the fused path: whole cache lines. (H200,

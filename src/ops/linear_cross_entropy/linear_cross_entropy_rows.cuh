@@ -107,16 +107,17 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-/// A block a row. From S, T or its accumulator.
+/// A block a row. From S, T or its accumulator; `scale` nullptr: 1.
 template <typename S, typename T>
-__global__ void __launch_bounds__(kRowThreads)
-    scatter_features(const __grid_constant__ FeatureRows rows, const S* from, T* grad_hidden) {
+__global__ void __launch_bounds__(kRowThreads) scatter_features(const __grid_constant__ FeatureRows rows, const S* from,
+                                                                const Accumulator<T>* scale, T* grad_hidden) {
   const std::int64_t features = rows.view.column_count;
+  const Accumulator<T> factor = scale == nullptr ? Accumulator<T>(1) : *scale;
   for (std::int64_t i = blockIdx.x; i < rows.count; i += gridDim.x) {
     const std::int64_t row = rows.row(i);
     T* into = grad_hidden + rows.view.rows.offsets(row).of[kGradHidden];
     for (std::int64_t f = threadIdx.x; f < features; f += kRowThreads) {
-      into[rows.feature(kGradHidden, f)] = round_to<T>(load_as_accumulator(from[i * features + f]));
+      into[rows.feature(kGradHidden, f)] = round_to<T>(factor * load_as_accumulator(from[i * features + f]));
     }
   }
 }
@@ -135,14 +136,19 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // ---- numbers -------------------------------------------------------------------------------------------------------
 
-template <typename N>
+/// `divisor`: of numbers that are A; nullptr: 1.
+template <typename N, typename A>
 __global__ void __launch_bounds__(kRowThreads)
     gather_numbers_of(const __grid_constant__ Rows rows, const std::int64_t* row_indices, const N* from, N* to,
-                      std::int64_t count) {
+                      std::int64_t count, const A* divisor) {
   for (std::int64_t i = std::int64_t{blockIdx.x} * kRowThreads + threadIdx.x; i < count; i += gridDim.x * kRowThreads) {
     const std::int64_t row = row_indices == nullptr ? i : row_indices[i];
     const auto at = rows.view.rows.offsets(row);
-    to[i] = rows.counts(at) ? from[at.of[kPerRow]] : N{};
+    N number = rows.counts(at) ? from[at.of[kPerRow]] : N{};
+    if constexpr (std::is_same_v<N, A>) {
+      if (divisor != nullptr) number /= *divisor;
+    }
+    to[i] = number;
   }
 }
 

@@ -24,13 +24,14 @@ class LinearCrossEntropySteps {
   /// To memory.soft_targets, of these rows and classes; `stride` is its distance between rows.
   virtual void gather_soft_targets(std::int64_t first, std::int64_t count, std::int64_t first_class,
                                    std::int64_t classes, std::int64_t stride) = 0;
-  /// From memory.grad_hidden, where it has this dtype.
-  virtual void scatter_grad_hidden(std::int64_t first, std::int64_t count, DType dtype) = 0;
+  /// From memory.grad_hidden, where it has this dtype, times `scale`; nullptr: 1.
+  virtual void scatter_grad_hidden(std::int64_t first, std::int64_t count, DType dtype, const void* scale) = 0;
   /// grad_hidden of rows that are not computed becomes 0.
   virtual void clear_grad_hidden() = 0;
 
-  /// 0 for rows that do not count.
-  virtual void gather_numbers(const void* from, void* to, std::int64_t count, bool is_split, bool gathers) = 0;
+  /// 0 for rows that do not count. Numbers that are not split are divided by `divisor`; nullptr: 1.
+  virtual void gather_numbers(const void* from, void* to, std::int64_t count, bool is_split, bool gathers,
+                              const void* divisor) = 0;
   /// 0 for rows that are not computed.
   virtual void scatter_numbers(const void* from, void* to, std::int64_t count, bool is_split) = 0;
   virtual void scatter_argmax(const std::int64_t* from, std::int64_t* to, std::int64_t count) = 0;

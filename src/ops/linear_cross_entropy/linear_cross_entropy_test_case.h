@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdlib>
 #include <functional>
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/mean_loss.h"
 #include "core/rows.h"
 #include "cuda/exp_product.h"
 #include "eaves/linear_cross_entropy.h"
@@ -434,8 +436,8 @@ class LinearCrossEntropyComparison {
 
   // ---- gradients ---------------------------------------------------------------------------------------------------
 
-  /// dL/d(loss) of each row is `in_factor` of it times `alpha`: what multiplies the logits' gradient before that is
-  /// rounded, and what multiplies the products.
+  /// dL/d(loss), dL/d(lse) and dL/d(entropy) of each row are `in_factor` times `alpha`: what multiplies the logits'
+  /// gradient before that is rounded, and what multiplies the products.
   struct Scaling {
     reference::LinearCrossEntropyUpstream in_factor;
     double alpha = 1.0;
@@ -444,28 +446,28 @@ class LinearCrossEntropyComparison {
   Scaling scaling_of(Mode mode) const {
     const auto rows = static_cast<std::int64_t>(exact_.rows.size());
     Scaling scaling;
-    const auto numbers = [&](const TestTensor& tensor) {
+    const LinearCrossEntropyProblem problem = problem_of(run_, mode);
+    UpstreamRange<double> upstream;
+    for (std::int64_t i = 0; !problem.is_reduced() && i < rows; ++i) {
+      if (exact_.rows[static_cast<std::size_t>(i)].is_counted) upstream.add(run_.grad_loss.get(i));
+    }
+    double scale = upstream.scale();
+    if (problem.is_reduced()) scale = run_.grad_loss.get(0);
+    if (case_.options.reduction == Reduction::mean) scale = mean_gradient(scale, exact_.divisor);
+    std::array<double, kNumbers> numbers{};
+    put_scale(scale, problem.scale_in_products(), numbers.data());
+    scaling.alpha = numbers[kAlpha];
+    const auto in_factor = [&](const TestTensor& tensor) {
       std::vector<double> values;
-      for (std::int64_t i = 0; i < rows; ++i) values.push_back(tensor.get(i));
+      for (std::int64_t i = 0; i < rows; ++i) values.push_back(tensor.get(i) / scaling.alpha);
       return values;
     };
     const bool is_backward = mode == Mode::backward;
     scaling.in_factor.has_split_lse = is_backward && case_.has_split_lse;
-    if (is_backward && case_.has_grad_lse) scaling.in_factor.lse = numbers(run_.grad_lse);
-    if (is_backward && case_.has_grad_entropy) scaling.in_factor.entropy = numbers(run_.grad_entropy);
-    if (case_.options.reduction == Reduction::none) {
-      scaling.in_factor.loss = numbers(run_.grad_loss);
-      return scaling;
-    }
-    scaling.alpha = run_.grad_loss.get(0);
-    if (case_.options.reduction == Reduction::mean) {
-      scaling.alpha = exact_.divisor == 0.0 ? 0.0 : scaling.alpha / exact_.divisor;
-    }
-    // In float16 alone it is not, unless there are other gradients of a row beside that of the loss.
-    const bool is_in_factor =
-        case_.dtype != DType::float16 || !scaling.in_factor.lse.empty() || !scaling.in_factor.entropy.empty();
-    scaling.in_factor.loss.assign(exact_.rows.size(), is_in_factor ? scaling.alpha : 1.0);
-    if (is_in_factor) scaling.alpha = 1.0;
+    if (is_backward && case_.has_grad_lse) scaling.in_factor.lse = in_factor(run_.grad_lse);
+    if (is_backward && case_.has_grad_entropy) scaling.in_factor.entropy = in_factor(run_.grad_entropy);
+    scaling.in_factor.loss =
+        problem.is_reduced() ? std::vector<double>(exact_.rows.size(), numbers[kRest]) : in_factor(run_.grad_loss);
     return scaling;
   }
 
@@ -497,7 +499,7 @@ class LinearCrossEntropyComparison {
     std::fill(ones.values.begin(), ones.values.end(), 1.0);
     const Product of_bias{of_head.factor,    of_head.scales, ones,    std::max<std::int64_t>(1, ones.rows),
                           case_.accumulates, false,          has_exps};
-    if (of_head.has_exps) of_head.rounded_other = computed(hidden_with_factors(scaling.in_factor.loss));
+    if (of_head.has_exps) of_head.rounded_other = computed(hidden_with_factors(scaling));
     return (!wanted.hidden || (is_within(actual.hidden, "grad_hidden", of_hidden, shares.grad_hidden) &&
                                uncounted_are_zero(actual.hidden, how))) &&
            (!wanted.head || is_within(actual.head, "grad_head", of_head, shares.grad_head)) &&
@@ -547,12 +549,13 @@ class LinearCrossEntropyComparison {
 
   /// hidden as the product for grad_head takes it beside exponentials: multiplied by its row's factor, rounded, divided
   /// by it again. The factor's power of two changes no rounding and is left out.
-  Matrix hidden_with_factors(const std::vector<double>& grad_loss) const {
+  Matrix hidden_with_factors(const Scaling& scaling) const {
     Matrix hidden = exact_.hidden;
     for (std::int64_t i = 0; i < hidden.rows; ++i) {
       const reference::CrossEntropyRow& row = exact_.rows[static_cast<std::size_t>(i)];
       const double bits = row.lse / std::log(2.0);
-      const double factor = grad_loss[static_cast<std::size_t>(i)] * row.weight * std::exp2(std::floor(bits) - bits);
+      const double grad_loss = scaling.alpha * scaling.in_factor.loss[static_cast<std::size_t>(i)];
+      const double factor = grad_loss * row.weight * std::exp2(std::floor(bits) - bits);
       if (!std::isfinite(factor) || factor == 0.0) continue;
       for (std::int64_t d = 0; d < hidden.columns; ++d)
         hidden.at(i, d) = rounded(case_.dtype, hidden.at(i, d) * factor) / factor;
@@ -575,8 +578,7 @@ class LinearCrossEntropyComparison {
     const Matrix allowed = allowed_of(product, dtype, alpha);
     for (std::size_t i = 0; i < exact.values.size(); ++i) {
       const double held = product.accumulates ? LinearCrossEntropyRun::held(static_cast<std::int64_t>(i)) : 0.0;
-      // Nothing counts: whatever hidden is, the gradients are 0.
-      exact.values[i] = held + (alpha == 0.0 ? 0.0 : alpha * exact.values[i]);
+      exact.values[i] = held + alpha * exact.values[i];
       const double error = std::abs(actual.values[i] - exact.values[i]);
       if (error == 0.0) continue;
       const double before = allowed.values[i] + allowed_error(result_dtype_, 0.0, std::abs(held));

@@ -12,13 +12,7 @@ namespace eaves {
 class LinearCrossEntropyViews {
  protected:
   LinearCrossEntropyViews(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyMemory& memory)
-      : problem_(problem), shape_(problem), memory_(memory) {
-    // Scaled in the factor that the products take, and not by the products: cuBLASLt adds to grad_head more slowly with
-    // an alpha that it reads on the device. But in float16 the factor may underflow, unless dL/d(lse) and dL/d(entropy)
-    // are part of it anyway: the scale then has to be, too.
-    is_scale_in_factor_ =
-        problem.dtype != DType::float16 || problem.grad_lse != nullptr || problem.grad_entropy != nullptr;
-  }
+      : problem_(problem), shape_(problem), memory_(memory) {}
 
   /// Elements [first, first + rows) of a tensor with one number for each row; absent where `data` is nullptr.
   TensorView numbers_at(const void* data, DType dtype, std::int64_t first, std::int64_t rows) const {
@@ -74,15 +68,14 @@ class LinearCrossEntropyViews {
     return numbers_at(memory_.class_weight, first_class, classes);
   }
 
-  /// dL/d(loss) of rows, without the scale, or with it where that is part of the factor; absent where it is 1.
+  /// What the products multiply the gradient of the logits by; nullptr: 1.
+  const void* alpha() const {
+    return problem_.scale_in_products() == ScaleInProducts::nothing ? nullptr : number(kAlpha);
+  }
+
+  /// dL/d(loss) of rows, but for alpha().
   TensorView grad_loss_at(std::int64_t first, std::int64_t rows) const {
-    using namespace linear_cross_entropy_tensors;
-    if (problem_.is_reduced()) {
-      const void* same = number(is_scale_in_factor_ ? kScale : kRest);
-      return TensorView::strided(same, problem_.accumulator(), {rows}, {0}, problem_.device);
-    }
-    const TypedNumbers& given = problem_.grad_loss;
-    if (given.data == nullptr) {
+    if (problem_.is_reduced() || problem_.grad_loss.data == nullptr) {
       return TensorView::strided(number(kRest), problem_.accumulator(), {rows}, {0}, problem_.device);
     }
     return numbers_at(memory_.grad_loss, first, rows);
@@ -157,7 +150,6 @@ class LinearCrossEntropyViews {
   const LinearCrossEntropyProblem& problem_;
   const LinearCrossEntropyShape shape_;
   const LinearCrossEntropyMemory& memory_;
-  bool is_scale_in_factor_ = false;
   // What the rows that are computed decide: LinearCrossEntropyChunks.
   bool gathers_ = false;
   LossOutputs per_row_{};

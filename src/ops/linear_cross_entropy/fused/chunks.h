@@ -37,9 +37,11 @@ class FusedChunks final : public LinearCrossEntropyChunks {
             .context = loss_context_};
   }
 
-  FusedGradient fused_gradient(std::int64_t first, std::int64_t rows, std::int64_t classes) const {
+  /// Exps have their factors in float32, and alpha in them; `alpha` is nullptr where the products multiply by it.
+  FusedGradient fused_gradient(std::int64_t first, std::int64_t rows, std::int64_t classes, const void* alpha) const {
     const TensorView grad_loss = grad_loss_at(first, rows);
-    return {.grad_loss = floats(grad_loss.data),
+    return {.alpha = floats(alpha),
+            .grad_loss = floats(grad_loss.data),
             .grad_loss_stride = grad_loss.strides[0],
             .row_weight = floats(numbers_at(row_weight_, first, rows).data),
             .grad_lse = floats(numbers_at(grad_lse_, first, rows).data),
@@ -75,7 +77,7 @@ class FusedChunks final : public LinearCrossEntropyChunks {
       return;
     }
     const GemmMatrix exps{memory_.logits, gradient_stride(classes)};
-    const FusedGradient gradient = fused_gradient(first, rows, classes);
+    const FusedGradient gradient = fused_gradient(first, rows, classes, alpha());
     write_exps(fused, gradient, statistics);
     if (fused.is_shard) problem_.shard->gather(first, rows);
     if (problem_.grad_hidden != nullptr) multiply_grad_hidden(first, rows, 0, classes, exps, nullptr);
@@ -112,13 +114,14 @@ class FusedChunks final : public LinearCrossEntropyChunks {
     return element(problem_.kept.data, problem_.kept.dtype, first * problem_.kept.stride);
   }
 
-  /// Calls function(fused rows, gradient, exps, first row) for each chunk, whose hidden has been gathered.
+  /// Calls function(fused rows, gradient, exps, first row) for each chunk, whose hidden has been gathered. `alpha` is
+  /// that of fused_gradient().
   template <typename Function>
-  void for_each_kept_chunk(std::int64_t rows, std::int64_t at_once, Function function) {
+  void for_each_kept_chunk(std::int64_t rows, std::int64_t at_once, const void* alpha, Function function) {
     for (std::int64_t first = 0; first < rows; first += at_once) {
       const std::int64_t count = std::min(at_once, rows - first);
       if (gathers_) steps_.gather_hidden(first, count);
-      FusedGradient gradient = fused_gradient(first, count, problem_.classes);
+      FusedGradient gradient = fused_gradient(first, count, problem_.classes, alpha);
       gradient.to = kept_exps(first);
       gradient.stride = problem_.kept.stride;
       function(fused_rows(first, count, 0, problem_.classes), gradient, GemmMatrix{gradient.to, gradient.stride},
@@ -151,8 +154,10 @@ class FusedChunks final : public LinearCrossEntropyChunks {
     const GemmMatrix copy = memory_of_grad_hidden();
     const bool is_one_product = !copies_hidden || copy.data != nullptr;
     const bool is_whole = is_one_product && !gathers_;
+    const void* in_factor = is_of_logits ? nullptr : alpha();
+    const void* in_product = is_of_logits ? alpha() : nullptr;
     for_each_kept_chunk(
-        rows, is_whole ? rows : block_.rows,
+        rows, is_whole ? rows : block_.rows, in_factor,
         [&](const FusedRows& fused, const FusedGradient& gradient, const GemmMatrix& exps, std::int64_t first) {
           finish_kept_exps(fused, gradient);
           if (is_of_logits) write_gradient_of_exps(fused, gradient);
@@ -162,11 +167,11 @@ class FusedChunks final : public LinearCrossEntropyChunks {
                                : GemmMatrix{memory_.fused.scaled_hidden, problem_.features()};
             copy_hidden(fused, is_of_logits ? nullptr : memory_.fused.row_factor, const_cast<void*>(chunk.data),
                         chunk.stride);
-            if (!is_one_product) multiply_grad_head(first, fused.rows, 0, classes, exps, chunk, nullptr);
+            if (!is_one_product) multiply_grad_head(first, fused.rows, 0, classes, exps, chunk, in_product);
           }
           if (problem_.grad_bias == nullptr) return;
           if (is_of_logits) {
-            steps_.add_bias_gradient(exps.data, fused.rows, classes, exps.stride, nullptr, first == 0,
+            steps_.add_bias_gradient(exps.data, fused.rows, classes, exps.stride, in_product, first == 0,
                                      memory_.grad_bias);
           } else {
             add_bias_gradient(fused, gradient, first == 0, memory_.grad_bias);
@@ -174,19 +179,19 @@ class FusedChunks final : public LinearCrossEntropyChunks {
         });
     const GemmMatrix all{problem_.kept.data, problem_.kept.stride};
     if (problem_.grad_head != nullptr && is_one_product) {
-      multiply_grad_head(0, rows, 0, classes, all, copies_hidden ? copy : hidden_at(0), nullptr);
+      multiply_grad_head(0, rows, 0, classes, all, copies_hidden ? copy : hidden_at(0), in_product);
     }
     const bool is_rounded_by_product = is_of_logits && !gathers_ && shape_.is_matrix &&
                                        problem_.grad_hidden_dtype == problem_.dtype &&
                                        !is_sum_of_two_products(problem_.dtype, classes);
     if (is_rounded_by_product) {
-      if (problem_.grad_hidden != nullptr) multiply_grad_hidden(0, rows, 0, classes, all, nullptr, false);
+      if (problem_.grad_hidden != nullptr) multiply_grad_hidden(0, rows, 0, classes, all, in_product, false);
       return;
     }
     for_each_kept_chunk(
-        rows, block_.rows,
+        rows, block_.rows, in_factor,
         [&](FusedRows fused, const FusedGradient& gradient, const GemmMatrix& exps, std::int64_t first) {
-          if (problem_.grad_hidden != nullptr) multiply_grad_hidden(first, fused.rows, 0, classes, exps, nullptr);
+          if (problem_.grad_hidden != nullptr) multiply_grad_hidden(first, fused.rows, 0, classes, exps, in_product);
           if (is_of_logits) {
             if (problem_.grad_hidden != nullptr) finish_grad_hidden(first, fused.rows);
             return;
@@ -218,7 +223,7 @@ class FusedChunks final : public LinearCrossEntropyChunks {
   }
 
   void write_gradient(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) override {
-    cuda::write_gradient(fused_rows(first, rows, first_class, classes), fused_gradient(first, rows, classes));
+    cuda::write_gradient(fused_rows(first, rows, first_class, classes), fused_gradient(first, rows, classes, nullptr));
   }
 };
 

@@ -73,6 +73,7 @@ struct FusedRows {
 
 /// What the gradient of a row is made of, per row and contiguous, as in cross_entropy_backward.
 struct FusedGradient {
+  const float* alpha;             ///< one number that all upstream gradients are multiplied by; nullptr: 1
   const float* grad_loss;         ///< nullptr: 1
   std::int64_t grad_loss_stride;  ///< 0 or 1
   const float* row_weight;        ///< this and the next two: nullptr where there are none

@@ -80,11 +80,12 @@ struct GradientOfRows {
     RowGradientInputs<float> inputs{};
     inputs.target = targets.of(i);
     inputs.lse = lse;
+    const float alpha = in.alpha == nullptr ? 1.0f : *in.alpha;
     const float grad_loss = in.grad_loss == nullptr ? 1.0f : in.grad_loss[i * in.grad_loss_stride];
-    inputs.grad_loss = weigh(grad_loss, in.row_weight == nullptr ? 1.0f : in.row_weight[i]);
-    if (in.grad_lse != nullptr) inputs.grad_lse = in.grad_lse[i];
+    inputs.grad_loss = weigh(alpha * grad_loss, in.row_weight == nullptr ? 1.0f : in.row_weight[i]);
+    if (in.grad_lse != nullptr) inputs.grad_lse = alpha * in.grad_lse[i];
     if (in.grad_entropy != nullptr) {
-      inputs.grad_entropy = in.grad_entropy[i];
+      inputs.grad_entropy = alpha * in.grad_entropy[i];
       inputs.entropy = in.entropy[i];
     }
     inputs.target_weight = 1.0f;
