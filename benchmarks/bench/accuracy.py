@@ -3,9 +3,15 @@
 
     python benchmarks accuracy --device cpu
 
-The error of the loss is relative, that of a gradient is relative to its norm, all in bfloat16. The data are normal
-numbers as in `--sweep published` (`spread`), whose logits have a deviation of the square root of the features, and
-logits of deviation 1.3 (a model that knows little) and 4.
+The error of the loss is relative, that of a gradient is relative to its norm, all in bfloat16. The data:
+
+- `initial`: normal numbers with logits of deviation 0.02, as a model begins;
+- `dense`: with logits of deviation 1.3, a model that knows little;
+- `spread`: as in `--sweep published`, whose logits have a deviation of the square root of the features;
+- `trained`: logits like those of a language model late in its training.
+
+The rows are three times a power of two, as the 12288 of the other tables are: a mean over a power of two would hide the
+error of a gradient of 16 bits that has the divisor in it.
 """
 
 from __future__ import annotations
@@ -22,24 +28,29 @@ from . import run, tables, verify
 from .benchmark import Inputs, Provider, normal, reason
 from .device import find_device
 from .harness import Entry
+from .head import DENSE_DEVIATION, head_tensors, trained_tensors
 from .linear_cross_entropy import OPERATOR, WITHOUT_BIAS
 
 RESULTS = ("loss", "grad_hidden", "grad_head", "grad_bias")
 
 
-def make_inputs(rows: int, features: int, classes: int, deviation: float | None, device: torch.device) -> Inputs:
-    """Input, weight, target, bias; logits of this deviation, or of normal weights."""
-    x = normal([rows, features], torch.bfloat16, device, 2)
-    weight = normal([classes, features], torch.float32, device, 3)
-    if deviation is not None:
-        weight *= deviation / features**0.5
-    target = torch.randint(classes, (rows,), device=device, generator=torch.Generator(device).manual_seed(4))
+DATA = ("initial", "dense", "spread", "trained")
+DEVIATIONS = {"initial": 0.02, "dense": DENSE_DEVIATION}
+
+
+def make_inputs(rows: int, features: int, classes: int, data: str, device: torch.device) -> Inputs:
+    """Input, weight, target, bias."""
+    if data == "trained":
+        x, weight, target = trained_tensors(rows, features, classes, torch.bfloat16, device)
+    else:
+        x, weight, target = head_tensors(rows, features, classes, torch.float32, device, 2, False)
+        weight *= DEVIATIONS.get(data, features**0.5) / features**0.5
     bias = 0.1 * normal([classes], torch.float32, device, 5)
     x, weight, bias = (tensor.to(torch.bfloat16).requires_grad_() for tensor in (x, weight, bias))
     return Inputs((x, weight, target, bias), torch.ones((), device=device))
 
 
-def measure(name: str, inputs: Inputs, providers: Sequence[Provider]) -> list[Entry]:
+def measure(data: str, inputs: Inputs, providers: Sequence[Provider]) -> list[Entry]:
     """The relative errors, by the names of the results; a provider without a bias has none for it."""
     rows, features = inputs.arguments[0].shape
     row = OPERATOR.row_of_shape({"rows": rows, "dim": features, "v": len(inputs.arguments[1])}, "bf16")
@@ -50,7 +61,7 @@ def measure(name: str, inputs: Inputs, providers: Sequence[Provider]) -> list[En
     entries: list[Entry] = []
     for provider in providers:
         count = 3 if provider.name in WITHOUT_BIAS else 4
-        entry: Entry = {"deviation": name, "shape": dict(row.shape), "provider": provider.name}
+        entry: Entry = {"data": data, "shape": dict(row.shape), "provider": provider.name}
         try:
             found = verify.results(row, provider.forward(row), replace(inputs, arguments=inputs.arguments[:count]))
             for each, (result, wanted) in zip(RESULTS, expected[count].items()):
@@ -63,10 +74,10 @@ def measure(name: str, inputs: Inputs, providers: Sequence[Provider]) -> list[En
 
 def table(entries: Sequence[Entry]) -> str:
     """Markdown."""
-    lines = [["classes", "logits' deviation", "implementation", *RESULTS]]
+    lines = [["classes", "data", "implementation", *RESULTS]]
     for entry in entries:
         errors = [f"{entry[name]:.1e}" if name in entry else str(entry.get("skipped", "")) for name in RESULTS]
-        lines.append([f"{entry['shape']['v']:,}", entry["deviation"], entry["provider"], *errors])
+        lines.append([f"{entry['shape']['v']:,}", entry["data"], entry["provider"], *errors])
     return "\n".join(tables.markdown(lines, left=len(lines[0]))[:-1])
 
 
@@ -74,9 +85,9 @@ def main(parser: ArgumentParser, argv: Sequence[str]) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], help="without: cuda where PyTorch sees a GPU")
     device = find_device(parser.parse_args(argv).device)
     providers = run.installed(OPERATOR.providers, device)
-    shapes = [(256, 512, 4096)] if device.type == "cpu" else [(4096, 4096, 32768), (4096, 4096, 131072)]
+    rows, features, vocabularies = (192, 512, (4096,)) if device.type == "cpu" else (3072, 4096, (4096, 32768, 131072))
     entries: list[Entry] = []
-    for shape in shapes:
-        for name, deviation in (("spread", None), ("1.3", 1.3), ("4", 4.0)):
-            entries += measure(name, make_inputs(*shape, deviation, device), providers)
+    for classes in vocabularies:
+        for data in DATA:
+            entries += measure(data, make_inputs(rows, features, classes, data, device), providers)
     say(table(entries))

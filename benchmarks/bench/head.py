@@ -53,6 +53,33 @@ def head_tensors(
     return hidden, head, torch.randint(classes, (batch,), device=device, generator=generator)
 
 
+def trained_tensors(
+    batch: int, features: int, classes: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As head_tensors(), with logits like those of a language model late in its training: classes have frequencies by
+    Zipf and Mandelbrot, and nearly half of them belong to languages foreign to the text; they share directions of few
+    dimensions; each row has its own sharpness. Targets are drawn from the softmax, whose entropy is 1.4 to 1.8 nats."""
+    generator = torch.Generator(device).manual_seed(6)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    rank = min(48, features - 1)
+    place = torch.arange(classes, device=device)
+    is_foreign = (torch.rand(classes, device=device, generator=generator) < 0.45) & (place >= 600)
+    base = -1.05 * torch.log(place + 8.0) - 1.5 * (place / classes) ** 2 - 6.0 * is_foreign
+    cluster = torch.randint(400, (classes,), device=device, generator=generator)
+    direction = 0.75 * random(400, rank)[cluster] + 0.66 * random(classes, rank)
+    context = 2.4 * 1.6 / rank**0.5 * random(batch, rank)
+    sharpness = 1.7 * torch.exp(0.35 * random(batch, 1))
+    axes = torch.linalg.qr(random(features, rank + 1)).Q.t()
+    hidden = torch.cat([sharpness, sharpness * context], 1) @ axes
+    head = torch.cat([base.unsqueeze(1), direction], 1) @ axes
+    hidden, head = hidden.to(dtype), head.to(dtype)
+    target = torch.multinomial(torch.softmax(hidden @ head.t(), -1, dtype=torch.float32), 1, generator=generator)
+    return hidden, head, target.squeeze(1)
+
+
 def products(
     mode: Mode, logits_gradient: Callable[[Tensor, Inputs, slice], Tensor]
 ) -> Callable[[Inputs], Callable[[], object]]:

@@ -244,9 +244,10 @@ def test_verls_kernel_is_loaded_without_the_packages_around_it(tmp_path: Path, m
         sys.modules.pop("bench.verl_kernel", None)
 
 
-def test_errors_are_those_against_float64() -> None:
-    inputs = accuracy.make_inputs(20, 16, 33, 1.3, CPU)
-    entries = accuracy.measure("1.3", inputs, [provider(LCE, name) for name in ("eaves", "torch")])
+@pytest.mark.parametrize("data", accuracy.DATA)
+def test_errors_are_those_against_float64(data: str) -> None:
+    inputs = accuracy.make_inputs(20, 16, 33, data, CPU)
+    entries = accuracy.measure(data, inputs, [provider(LCE, name) for name in ("eaves", "torch")])
     assert [entry["provider"] for entry in entries] == ["eaves", "torch"]
     assert all(0 < entry[name] < 0.02 for entry in entries for name in accuracy.RESULTS)
     assert entries[0]["loss"] < 1e-5 and accuracy.table(entries).count("\n") == 3
