@@ -338,12 +338,14 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
     rows, vocabulary, features, limit = SIZES_OF_ROWS[device.type][size]
     hidden, head, tokens = rows_and_head((rows,), vocabulary, dtype, device, features)
     tokens[::7] = IGNORED
+    upstream = torch.full((rows,), 1.3, device=device)
+    upstream[100:133] = 0.7  # one number in a cut, and two in all rows
 
     def results(begin: int, end: int, options: dict[str, Any]) -> list[Tensor]:
         x = hidden[begin:end].clone().requires_grad_()
         out: Any = eaves.linear_log_prob(x, head, tokens[begin:end], **options)
         entropy = out.entropy.sum() if options["algorithm"] == "recompute" else 0
-        grads = torch.autograd.grad(out.log_prob.sum() + entropy, x)
+        grads = torch.autograd.grad((upstream[begin:end] * out.log_prob).sum() + entropy, x)
         return [*(each.detach() for each in out), *grads]
 
     # Without the largest logit, on Hopper, logits end in their product.

@@ -114,18 +114,19 @@ const std::vector<WayOfScale> kWaysOfScale = {
        give_gradients_of_outputs(c);
      }}};
 
-LinearCrossEntropyCase case_of_scale(DType dtype, std::int64_t rows) {
-  return {.dtype = dtype,
-          .row_shape = {rows},
+LinearCrossEntropyCase case_of_scale(Device device, DType dtype, std::int64_t classes) {
+  return {.device = device,
+          .dtype = dtype,
+          .row_shape = {877},
           .features = 32,
-          .classes = 500,
+          .classes = classes,
           .options = {.reduction = Reduction::mean},
           .deviation = 1.3,
           .bias_dtype = DType::float32,
           .wants_all_of_row = false,
           .grad_head_dtype = DType::float32,  // rounded to 16 bits, the parameters' gradients would hide other errors
           .grad_bias_dtype = DType::float32,
-          .target = [](std::int64_t i) { return static_cast<double>(i * 7919 % 500); }};
+          .target = [=](std::int64_t i) { return static_cast<double>(i * 7919 % classes); }};
 }
 
 struct ScaleErrors {
@@ -180,18 +181,20 @@ ScaleErrors errors_of(const LinearCrossEntropyCase& test_case, double grad_loss)
 
 /// Divided by 768, 877 or 12288, the targets' elements would all be off by 2.8e-3, 3.2e-3 or 2.8e-3 of their size. Each
 /// call is compared with the same call of a scale of 1.
-void expect_the_errors_of_a_power_of_two(DType dtype) {
+void expect_the_errors_of_a_power_of_two(const LinearCrossEntropyCase& base,
+                                         const std::vector<std::int64_t>& numbers_of_rows) {
   constexpr double kLuck = 1.05;
   constexpr double kRoundingOfLoss = 0x1p-23;
-  for (const std::int64_t rows : {768, 877, 12288}) {
+  for (const std::int64_t rows : numbers_of_rows) {
     for (const WayOfScale& way : kWaysOfScale) {
       if (rows != 877 && &way != kWaysOfScale.data()) continue;  // the oracle is slow
-      LinearCrossEntropyCase test_case = case_of_scale(dtype, rows);
+      LinearCrossEntropyCase test_case = base;
+      test_case.row_shape = {rows};
       way.choose(test_case);
       const ScaleErrors errors = errors_of(test_case, way.grad_loss);
       if (test_case.options.reduction == Reduction::mean) test_case.options.reduction = Reduction::sum;
       const ScaleErrors best = errors_of(test_case, 1.0);
-      SCOPED_TRACE(std::string(name_of(dtype)) + ", " + std::to_string(rows) + " rows, " + way.name);
+      SCOPED_TRACE(std::string(name_of(base.dtype)) + ", " + std::to_string(rows) + " rows, " + way.name);
       EXPECT_LE(errors.loss, best.loss + kRoundingOfLoss);
       EXPECT_LE(errors.hidden, kLuck * best.hidden);
       EXPECT_LE(errors.head, kLuck * best.head);
@@ -201,13 +204,19 @@ void expect_the_errors_of_a_power_of_two(DType dtype) {
 }
 
 TEST_P(LinearCrossEntropyAccuracy, NoScaleHasLargerErrorsThanAPowerOfTwo) {
-  for (const DType dtype : {DType::bfloat16, DType::float16}) expect_the_errors_of_a_power_of_two(dtype);
+  for (const DType dtype : {DType::bfloat16, DType::float16}) {
+    expect_the_errors_of_a_power_of_two(case_of_scale(device(), dtype, 500), {768, 877, 12288});
+  }
 }
 
 class LinearCrossEntropyFusedAccuracyOnGpu : public OnGpuWithFusedPath {};
 
 TEST_F(LinearCrossEntropyFusedAccuracyOnGpu, NoScaleHasLargerErrorsThanAPowerOfTwo) {
-  expect_the_errors_of_a_power_of_two(DType::bfloat16);
+  const LinearCrossEntropyCase base = case_of_scale(kCuda, DType::bfloat16, 4099);
+  LinearCrossEntropyRun run(base);
+  EXPECT_TRUE(problem_of(run, LinearCrossEntropyMode::forward_backward).is_fused);
+  EXPECT_TRUE(problem_of(run, LinearCrossEntropyMode::backward).is_fused);
+  expect_the_errors_of_a_power_of_two(base, {768, 877});
 }
 
 TEST_P(LinearCrossEntropyAccuracy, LogitsThatWereRoundedToSixteenBitsWouldMissTheContract) {

@@ -15,8 +15,8 @@ __global__ void __launch_bounds__(kThreads)
   if (row < count) to[row] = targets.column(row);
 }
 
-/// A lane a row, whose tiles the warps of a block share: the largest shift, then sums that count from it. In any other
-/// row nothing follows from it.
+/// A lane a row, whose tiles the warps of a block share: the largest shift, then sums that count from it. Rows behind
+/// the last one are read and not stored.
 __global__ void __launch_bounds__(kThreads)
     merge_tiles(const __grid_constant__ GradientOfRows rows, const __grid_constant__ SumsOfTiles tiles,
                 std::int64_t count, float* statistics) {
