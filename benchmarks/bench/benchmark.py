@@ -142,16 +142,16 @@ def peer(name: str, source: str, make: Any, packages: str, lacks: Callable[[Row]
     return Provider(name, source, make, tuple(packages.split()), needs_gpu=True, lacks=lacks, note=note)
 
 
-def compiled(eager: Provider) -> Provider:
+def compiled(eager: Provider, name: str = "torch.compile", **options: Any) -> Provider:
     """torch.compile of another provider's function, compiled anew for each row."""
 
     def make(function: Any, row: Row) -> Forward:
         # Earlier rows would count towards dynamo's limit of recompilations, past which it silently runs the eager code,
         # and every call would compare its arguments with all of them.
         torch.compiler.reset()
-        return torch.compile(eager.make(function, row), fullgraph=True, dynamic=False)
+        return torch.compile(eager.make(function, row), fullgraph=True, dynamic=False, **options)
 
-    return replace(eager, name="torch.compile", make=make)
+    return replace(eager, name=name, make=make)
 
 
 @dataclass(frozen=True)

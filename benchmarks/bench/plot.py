@@ -39,7 +39,7 @@ _COLOURS = (
 )
 _MARKS = "osD^vPX*<>ph8dH"
 _NAMES = list(dict.fromkeys(provider.name for operator in OPERATORS for provider in operator.providers))
-_NEWEST = ("fla-weight-dtype", "eaves-keep", "eaves-keep-half", "eaves-function")
+_NEWEST = ("fla-weight-dtype", "eaves-keep", "eaves-keep-half", "eaves-function", "torch.compile-max-autotune")
 _NAMES.sort(key=lambda name: (name in _NEWEST and 1 + _NEWEST.index(name), is_peer(name), not name.startswith("torch")))
 """A name's place is its colour and mark. The newest are the last, and the others keep theirs."""
 
