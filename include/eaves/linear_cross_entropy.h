@@ -24,8 +24,8 @@
 // The scale, dL/d(loss) over the mean's divisor, is part of a factor of float32 or float64. In 16 bits it multiplies
 // the products' results, because the factor would round it the same way in every row; beside gradients of lse or
 // entropy its power of two stays in the factor. Without a reduction there is a scale if dL/d(loss) has the same number
-// in all rows, zeros apart. Other numbers of rows are part of the factor, and so are weights of rows: in float16 those
-// below 1e-4 lose digits, and those beyond 1e4 overflow.
+// in all rows, zeros apart. Other numbers of rows are part of the factor, and so are weights of rows: in float16
+// numbers below 1e-4 lose digits, and numbers beyond 1e4 overflow.
 //
 // Over the edges, beside those of cross_entropy: rows that do not count, which are ignored or of weight 0, have
 // gradient 0 and all other outputs 0. If they are skipped (see skips_ignored), hidden may hold anything there. Else a

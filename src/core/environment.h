@@ -12,7 +12,7 @@ bool checks_targets_on_gpu();
 bool is_batch_invariant();
 
 /// EAVES_FUSED_PRODUCT: does linear_cross_entropy take the fused path (docs/design.md)? 0: never;
-/// 1: wherever it can, from 4096 classes on, and an online softmax whatever the features; unset: where that is faster.
+/// 1: wherever it can, from 4096 classes on, and an online softmax for any number of features; unset: the faster way.
 enum class FusedProduct { never, where_faster, wherever_possible };
 FusedProduct fused_product();
 

@@ -63,8 +63,8 @@ struct ExpProductSums {
 
 void exp_product(const char* op, const ExpProduct& product, const ExpProductSums& to, const ExecutionContext& context);
 
-/// The online softmax of each row and tile of classes: the largest z * factor, which is the shift of t (where it is
-/// infinite, 0 is), and the sums of 2^t and of 2^t * t.
+/// The online softmax of each row and tile of classes: the largest z * factor, which is the shift of t (0 if it is
+/// infinite), and the sums of 2^t and of 2^t * t.
 struct ExpProductSoftmax {
   float* shifts;   ///< [tiles, rows up to a whole tile]
   float* sums;     ///< the same

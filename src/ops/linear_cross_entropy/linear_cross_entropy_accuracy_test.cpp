@@ -139,7 +139,7 @@ ScaleErrors errors_of(const LinearCrossEntropyCase& test_case, double grad_loss)
   const bool is_mean = test_case.options.reduction == Reduction::mean;
   LinearCrossEntropyRun run(test_case);
   run.grad_loss.fill([=](std::int64_t) { return grad_loss; });
-  // Small beside those of the loss.
+  // Small beside the gradients of the loss.
   const double share = 1e-3 * grad_loss / (is_mean ? static_cast<double>(rows) : 1.0);
   run.grad_lse.fill([=](std::int64_t i) { return share * random_normal(46, static_cast<std::uint64_t>(i)); });
   run.grad_entropy.fill([=](std::int64_t i) { return share * random_normal(47, static_cast<std::uint64_t>(i)); });

@@ -214,7 +214,7 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
       for (const auto output : kRowOutputs) gather(given.*output, memory_.per_row.*output, true);
       gather(given.lse.data, memory_.per_row.lse.data, true, given.lse.is_split);
     }
-    // The products multiply by alpha what is made of these too.
+    // The products multiply the gradients of lse and entropy by alpha too.
     gather(problem_.grad_lse, grad_lse_, gathers_, false, alpha());
     gather(problem_.grad_entropy, grad_entropy_, gathers_, false, alpha());
   }

@@ -35,7 +35,7 @@ struct Selection {
   std::int64_t* row_indices;  ///< nullptr: all rows are computed, in the order of the view
   bool leaves_out;            ///< rows that do not count; with row_indices
   std::int64_t* targets;
-  A* row_gradients;  ///< over kAlpha; nullptr where the loss is reduced
+  A* row_gradients;  ///< over kAlpha; nullptr: the loss is reduced
   A* numbers;
   std::int64_t* count;
   const A* given_divisor;  ///< nullptr: the weights of the rows

@@ -197,11 +197,15 @@ inline std::int64_t rows_at_once(const LinearCrossEntropyShape& shape, std::size
   if (!is_at_once || shape.device.type == DeviceType::cpu || most == shape.rows) return most;
   constexpr std::int64_t kMostChunks = 64;
   std::int64_t best = most;
+  double least = seconds_of(shape, {most, shape.classes});
   for (std::int64_t chunks = ceil_divide(shape.rows, most); chunks <= kMostChunks; ++chunks) {
     const std::int64_t even = ceil_divide(shape.rows, chunks);
     const std::int64_t tile = row_tile_of(shape, even);
     const std::int64_t rows = ceil_divide(even, tile) * tile;
-    if (rows < most && seconds_of(shape, {rows, shape.classes}) < seconds_of(shape, {best, shape.classes})) best = rows;
+    const double seconds = seconds_of(shape, {rows, shape.classes});
+    if (rows >= most || seconds >= least) continue;
+    best = rows;
+    least = seconds;
   }
   return best;
 }

@@ -43,8 +43,8 @@ struct LinearCrossEntropyPolicy {
 /// classes 1.05 in chunks of 2048 rows (138) and 1.08 of 6144 (394). On the fused path: 32,768 classes 1.03 of 2048
 /// rows (173) and 1.02 of 3072 (255), 65,536 classes 1.01 of either (304, 451), 131,072 classes 1.00 of 1024 (288) and
 /// 0.99 of 2048 (566). `least_bytes` are 4096 rows of 8192 classes. `fused_forward_bytes` are sums and samples of about
-/// 3000 rows. `forward_bytes` are 66 MiB of logits, of which its L2 holds most, beside what a product takes. Tiles are
-/// those of cuBLASLt's products on Hopper, one for each of 132 multiprocessors.
+/// 3000 rows. `forward_bytes` are 66 MiB of logits, of which its L2 holds most, beside the workspace of a product.
+/// Tiles are as in cuBLASLt's products on Hopper, one for each of 132 multiprocessors.
 inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnGpu = {
     .forward_bytes = std::size_t{78} << 20,
     .fused_forward_bytes = std::size_t{38} << 20,
@@ -94,7 +94,7 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
     .bytes_per_second = 5e10,
 };
 
-// What the fused path is for.
+// The calls that take the fused path.
 inline constexpr std::int64_t kLeastFusedClasses = 4096;    ///< kept exps; with EAVES_FUSED_PRODUCT=1 all
 inline constexpr std::int64_t kFasterFusedClasses = 16384;  ///< the backward, shards, any number of rows
 /// The loss alone takes it from so many logits on, of rows of a whole cluster. H200, 4096 features, time over that of

@@ -24,7 +24,7 @@ class LinearCrossEntropySteps {
   /// To memory.soft_targets, of these rows and classes; `stride` is its distance between rows.
   virtual void gather_soft_targets(std::int64_t first, std::int64_t count, std::int64_t first_class,
                                    std::int64_t classes, std::int64_t stride) = 0;
-  /// From memory.grad_hidden, where it has this dtype, times `scale`; nullptr: 1.
+  /// From memory.grad_hidden, in which it has this dtype, times `scale`; nullptr: 1.
   virtual void scatter_grad_hidden(std::int64_t first, std::int64_t count, DType dtype, const void* scale) = 0;
   /// grad_hidden of rows that are not computed becomes 0.
   virtual void clear_grad_hidden() = 0;

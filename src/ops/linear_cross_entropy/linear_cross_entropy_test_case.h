@@ -436,8 +436,8 @@ class LinearCrossEntropyComparison {
 
   // ---- gradients ---------------------------------------------------------------------------------------------------
 
-  /// dL/d(loss), dL/d(lse) and dL/d(entropy) of each row are `in_factor` times `alpha`: what multiplies the logits'
-  /// gradient before that is rounded, and what multiplies the products.
+  /// dL/d(loss), dL/d(lse) and dL/d(entropy) of each row are `in_factor` times `alpha`. The first multiplies the
+  /// logits' gradient before its rounding, the second multiplies the products.
   struct Scaling {
     reference::LinearCrossEntropyUpstream in_factor;
     double alpha = 1.0;

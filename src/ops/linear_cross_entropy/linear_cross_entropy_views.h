@@ -68,7 +68,7 @@ class LinearCrossEntropyViews {
     return numbers_at(memory_.class_weight, first_class, classes);
   }
 
-  /// What the products multiply the gradient of the logits by; nullptr: 1.
+  /// The products multiply the gradient of the logits by this number; nullptr: 1.
   const void* alpha() const {
     return problem_.scale_in_products() == ScaleInProducts::nothing ? nullptr : number(kAlpha);
   }

@@ -37,7 +37,7 @@ class FusedChunks final : public LinearCrossEntropyChunks {
             .context = loss_context_};
   }
 
-  /// The factors of exps are float32 numbers that include alpha; `alpha` is nullptr where the products multiply by it.
+  /// The factors of exps are float32 numbers that include alpha; `alpha` is nullptr if the products multiply by it.
   FusedGradient fused_gradient(std::int64_t first, std::int64_t rows, std::int64_t classes, const void* alpha) const {
     const TensorView grad_loss = grad_loss_at(first, rows);
     return {.alpha = floats(alpha),

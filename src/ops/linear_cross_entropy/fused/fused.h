@@ -90,7 +90,7 @@ struct FusedGradient {
 /// [rows, kCrossEntropyStatistics] (cross_entropy.h).
 void write_online_statistics(const FusedRows& rows, float* statistics);
 
-/// Before another product: each row's shift and target. Clears first_of_class where that is wanted.
+/// Before another product: each row's shift and target. Clears first_of_class unless it is nullptr.
 void guess_shifts(const FusedRows& rows);
 
 /// The product, and statistics.

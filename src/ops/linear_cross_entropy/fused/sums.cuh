@@ -16,7 +16,7 @@ inline constexpr int kRepeatThreads = 256;
 inline constexpr int kClasses = static_cast<int>(kExpProductClasses);
 
 struct SumsOfTiles {
-  const float* shifts;  ///< nullptr: those of the rows
+  const float* shifts;  ///< nullptr: a row has one shift
   const float* sums;
   const float* moments;
   std::int64_t tiles;
@@ -71,7 +71,7 @@ __device__ inline ClassStatistics<float> statistics_of_sums(const Sums& sums, fl
   return state;
 }
 
-/// By one thread. Returns what it knows of the target.
+/// By one thread. Returns the target.
 __device__ inline TargetClass<float> store_row_statistics(const GradientOfRows& rows, std::int64_t row,
                                                           const ClassStatistics<float>& state, float* statistics) {
   const int column = rows.targets.column(row);
