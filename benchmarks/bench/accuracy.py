@@ -8,7 +8,7 @@ The error of the loss is relative, that of a gradient is relative to its norm, a
 - `initial`: normal numbers with logits of deviation 0.02, as a model begins;
 - `dense`: with logits of deviation 1.3, a model that knows little;
 - `spread`: as in `--sweep published`, whose logits have a deviation of the square root of the features;
-- `trained`: logits like those of a language model late in its training.
+- `trained`: logits as of a language model late in its training.
 
 The rows are three times a power of two, as the 12288 of the other tables are: a mean over a power of two would hide the
 error of a gradient of 16 bits that has the divisor in it.

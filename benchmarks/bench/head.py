@@ -56,7 +56,7 @@ def head_tensors(
 def trained_tensors(
     batch: int, features: int, classes: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As head_tensors(), with logits like those of a language model late in its training: classes have frequencies by
+    """As head_tensors(), with logits as of a language model late in its training: classes have frequencies by
     Zipf and Mandelbrot, and nearly half of them belong to languages foreign to the text; they share directions of few
     dimensions; each row has its own sharpness. Targets are drawn from the softmax, whose entropy is 1.4 to 1.8 nats."""
     generator = torch.Generator(device).manual_seed(6)

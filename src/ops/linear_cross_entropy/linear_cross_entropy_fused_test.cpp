@@ -1,5 +1,5 @@
-// The fused path (fused/fused.h): which calls take it, and rows that are far from what their sampled logits say. The
-// loss alone takes an online softmax; with a row that is kept, or with more classes, a guess.
+// The fused path (fused/fused.h): which calls take it, and rows far from their sampled logits. The loss
+// alone takes an online softmax; with a row that is kept, or with more classes, a guess.
 #include <gtest/gtest.h>
 
 #include <cmath>

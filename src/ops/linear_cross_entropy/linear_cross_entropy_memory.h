@@ -43,7 +43,7 @@ struct LinearCrossEntropyMemory {
   // For all rows; where rows are gathered, of those that are computed, in the order in which they are.
   std::int64_t* row_indices;  ///< of the problem's view
   std::int64_t* targets;      ///< ignore_index for rows of weight 0
-  void* grad_loss;            ///< where it is per row, as accumulators, over kAlpha
+  void* grad_loss;            ///< if it is per row: as accumulators, over kAlpha
   void* row_weight;           ///< where rows are gathered
   LossOutputs per_row;        ///< no divisor
   void* grad_lse;

@@ -22,7 +22,7 @@ struct LinearCrossEntropyPolicy {
   std::size_t fused_most_bytes;  ///< on the fused path
   std::int64_t enough_rows;      ///< of a chunk, whose products are nearly as fast as whole ones
   std::int64_t few_rows;         ///< of a chunk: with less, computing logits again is as fast as both at once
-  std::int64_t usual_rows;       ///< that blocks of classes are chosen for where the number of rows must not matter
+  std::int64_t usual_rows;       ///< for blocks of classes that must not depend on the number of rows
 
   // The smallest block, whatever the limit: with less, the launches of the others alone would take minutes.
   std::int64_t least_rows;

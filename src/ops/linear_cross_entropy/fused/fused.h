@@ -14,7 +14,7 @@
 //
 // Every other loss (shifts.cu, statistics.cu); exps need a shift before them. shift_i is a guess at the row's largest
 // z' * log2(e): the largest of up to 1024 samples at equal distances, and of the target's. S and M of all tiles count
-// from it. The logits of a tile with S > 2^120 are computed again, one by one, and those of a row whose guess was
+// from it. The logits of a tile with S > 2^120 are computed again, one by one, and all logits of a row whose guess was
 // too far off: S is 0 or infinite, or lse is next to 0 and has lost its digits. The host waits for none of this.
 //
 // Loss and gradients at once (exps.cu). The product also writes E in bfloat16, whose range is float32's, times the
