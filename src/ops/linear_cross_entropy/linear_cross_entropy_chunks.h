@@ -246,8 +246,6 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
   const LinearCrossEntropyBlock block_;
   ExecutionContext loss_context_;
   LinearCrossEntropySteps& steps_;
-
- private:
   std::int64_t count_ = 0;  ///< rows that are computed
 };
 

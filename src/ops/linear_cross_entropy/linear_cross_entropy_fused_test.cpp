@@ -104,10 +104,12 @@ TEST_F(LinearCrossEntropyFusedOnGpu, EachOptionMatchesTheOracle) {
 TEST_F(LinearCrossEntropyFusedOnGpu, MoreRowsThanTheCacheHoldsMatchTheOracle) {
   // Beyond 4096 rows a product takes several tiles in turn.
   for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
-    LinearCrossEntropyCase c = fused_case(reduction);
-    c.row_shape = {6100};
-    c.workspace_limit = std::size_t{200} << 20;  // of one product
-    check_linear_cross_entropy(c);
+    for (const std::size_t mib : {200, 0}) {  // one chunk, and as many as it takes by default
+      LinearCrossEntropyCase c = fused_case(reduction);
+      c.row_shape = {6100};
+      c.workspace_limit = mib << 20;
+      check_linear_cross_entropy(c);
+    }
   }
 }
 

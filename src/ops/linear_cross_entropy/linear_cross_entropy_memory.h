@@ -29,7 +29,9 @@ struct FusedMemory {
   float* slope;
   float* row_factor;  ///< this and the following: with exps
   float* target_gradient;
-  std::int32_t* first_of_class;  ///< [classes], 0 before the targets are known: rows left from its first one on
+  // Of all rows whose targets add_targets() adds together: a chunk's target and target_gradient begin at `first_row`.
+  std::int64_t first_row;
+  std::int32_t* first_of_class;  ///< [classes], INT32_MAX less the first row of the class; 0: none
   std::int32_t* has_more_rows;   ///< [rows], of the first row of a class: 1 where later rows have that class too
   void* scaled_hidden;           ///< where grad_hidden has been before
 };
@@ -184,9 +186,10 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
     };
     FusedMemory& fused = memory.fused;
     const std::int64_t finished = is_backward ? std::max(block.rows, shape.kept_rows) : block.rows;  // at once
+    const std::int64_t with_target = shape.has_exps() ? rows : finished;
     const bool has_moments = !is_online || shape.has_entropy || shape.is_shard;
     fused.shift = take_floats(!is_online, block.rows);
-    fused.target = static_cast<std::int32_t*>(take(true, finished, sizeof(std::int32_t)));
+    fused.target = static_cast<std::int32_t*>(take(true, with_target, sizeof(std::int32_t)));
     fused.target_logit = take_floats(true, block.rows);
     fused.tile_shifts = take_floats(is_online, sums);
     fused.sums = take_floats(!is_backward, sums);
@@ -198,10 +201,10 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
     fused.constant = take_floats(is_backward, block.rows);
     fused.slope = take_floats(is_backward, block.rows);
     fused.row_factor = take_floats(has_exps, finished);
-    fused.target_gradient = take_floats(has_exps, finished);
+    fused.target_gradient = take_floats(has_exps, with_target);
     const bool adds_targets = has_exps && (shape.has_grad_head || shape.has_grad_bias);
     fused.first_of_class = static_cast<std::int32_t*>(take(adds_targets, shape.classes, sizeof(std::int32_t)));
-    fused.has_more_rows = static_cast<std::int32_t*>(take(adds_targets, finished, sizeof(std::int32_t)));
+    fused.has_more_rows = static_cast<std::int32_t*>(take(adds_targets, with_target, sizeof(std::int32_t)));
     const bool scales_hidden = has_exps && shape.has_grad_head;
     fused.scaled_hidden = scales_hidden && shape.has_grad_hidden
                               ? memory.grad_hidden

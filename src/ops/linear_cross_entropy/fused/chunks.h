@@ -16,6 +16,12 @@ class FusedChunks final : public LinearCrossEntropyChunks {
 
   FusedRows fused_rows(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) const {
     const TensorView targets = targets_at(first, rows, 0, classes);
+    FusedMemory memory = memory_.fused;
+    if (adds_targets_at_end()) {
+      memory.first_row = first;
+      memory.target += first;
+      memory.target_gradient += first;
+    }
     return {.op = problem_.op,
             .device = problem_.device,
             .dtype = problem_.dtype,
@@ -33,9 +39,12 @@ class FusedChunks final : public LinearCrossEntropyChunks {
             .target_stride = targets.strides[0],
             .class_weight = floats(memory_.class_weight),
             .options = problem_.options,
-            .memory = memory_.fused,
+            .memory = memory,
             .context = loss_context_};
   }
+
+  /// Of all chunks: grad_head in 16 bits rounds once for all targets. Gathered rows are those of their chunk alone.
+  bool adds_targets_at_end() const { return shape_.has_exps() && !gathers_; }
 
   /// The factors of exps are float32 numbers that include alpha; `alpha` is nullptr if the products multiply by it.
   FusedGradient fused_gradient(std::int64_t first, std::int64_t rows, std::int64_t classes, const void* alpha) const {
@@ -97,8 +106,10 @@ class FusedChunks final : public LinearCrossEntropyChunks {
       multiply_grad_head(first, rows, 0, classes, exps, scaled, nullptr);
     }
     if (problem_.grad_bias != nullptr) add_bias_gradient(fused, gradient, first == 0, memory_.grad_bias);
-    if (problem_.grad_head != nullptr || problem_.grad_bias != nullptr) {
-      add_targets(fused, problem_.grad_head, problem_.grad_head_dtype, problem_.grad_head_stride, memory_.grad_bias);
+    if (!adds_targets_at_end()) {
+      add_targets_of(fused);
+    } else if (first + rows == count_) {
+      add_targets_of(fused_rows(0, count_, 0, classes));
     }
   }
 

@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
                 double* grad_bias) {
   const std::int64_t first = blockIdx.x;
   const std::int32_t own = memory.target[first];
-  if (own < 0 || rows - memory.first_of_class[own] != first) return;
+  if (own < 0 || first_row_of(memory, own) != first) return;
   const std::int64_t i = (std::int64_t{blockIdx.y} * kThreads + threadIdx.x) * kSize;
   const bool has_features = grad_head != nullptr && i < features;
   const bool has_bias = grad_bias != nullptr && blockIdx.y == 0 && threadIdx.x == 0;

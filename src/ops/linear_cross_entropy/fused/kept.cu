@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   rows.memory.row_factor[i] = row.softmax_factor == 0.0f ? 0.0f : kept.row_factor * row.softmax_factor;
   rows.memory.target_gradient[i] = has_target ? rows.of_target(kept.target_logit, distance, row) : 0.0f;
   rows.memory.target[i] = column;
-  put_first_of_class(rows.memory, i, count, column);
+  put_first_of_class(rows.memory, i, column);
 }
 
 /// A block a row: marks the first row of a class that has more. Exps that may be NaN, beside an lse that is not finite,
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     finish_exps(const __grid_constant__ GradientOfRows rows, std::int64_t count, std::int64_t classes) {
   const std::int64_t i = blockIdx.x;
-  if (threadIdx.x == 0) mark_more_rows(rows.memory, i, count, rows.memory.target[i]);
+  if (threadIdx.x == 0) mark_more_rows(rows.memory, i, rows.memory.target[i]);
   const RowGradient<float> row = rows.row(i);
   if (row.lse.high - row.lse.high == 0.0f || !has_no_gradient(row)) return;
   bfloat16* exps = exps_of(rows.in, i);

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cmath>
+#include <cstdint>
 
 #include "core/dispatch.h"
 #include "cuda/launch.cuh"
@@ -117,22 +118,26 @@ struct GradientOfRows {
 
 /// The first row of each class, and whether the class has more rows; `column` is the row's class, or negative. Call
 /// mark_more_rows() after put_first_of_class() has run for every row.
-__device__ inline void put_first_of_class(const FusedMemory& memory, std::int64_t row, std::int64_t rows, int column) {
+__device__ inline void put_first_of_class(const FusedMemory& memory, std::int64_t row, int column) {
   if (memory.first_of_class == nullptr) return;
-  memory.has_more_rows[row] = 0;
-  if (column >= 0) atomicMax(memory.first_of_class + column, static_cast<std::int32_t>(rows - row));
+  const std::int64_t of_all = memory.first_row + row;
+  memory.has_more_rows[of_all] = 0;
+  if (column >= 0) atomicMax(memory.first_of_class + column, INT32_MAX - static_cast<std::int32_t>(of_all));
 }
-__device__ inline void mark_more_rows(const FusedMemory& memory, std::int64_t row, std::int64_t rows, int column) {
+__device__ inline std::int32_t first_row_of(const FusedMemory& memory, int column) {
+  return INT32_MAX - memory.first_of_class[column];
+}
+__device__ inline void mark_more_rows(const FusedMemory& memory, std::int64_t row, int column) {
   if (memory.first_of_class == nullptr || column < 0) return;
-  const std::int64_t first = rows - memory.first_of_class[column];
-  if (first != row) memory.has_more_rows[first] = 1;
+  const std::int32_t first = first_row_of(memory, column);
+  if (first != memory.first_row + row) memory.has_more_rows[first] = 1;
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
 inline void clear_first_of_class(const FusedRows& rows) {
   std::int32_t* first_of_class = rows.memory.first_of_class;
-  if (first_of_class == nullptr) return;
+  if (first_of_class == nullptr || rows.memory.first_row != 0) return;
   const std::size_t bytes = static_cast<std::size_t>(rows.classes) * sizeof(std::int32_t);
   check_status(cudaMemsetAsync(first_of_class, 0, bytes, static_cast<cudaStream_t>(rows.context.stream)), rows.op);
 }

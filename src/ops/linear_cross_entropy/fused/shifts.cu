@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads)
   memory.shift[row] = targets.is_ignored(row)              ? infinity<float>()  // 2^t is 0
                       : fabsf(largest) < infinity<float>() ? largest + room
                                                            : 0.0f;
-  put_first_of_class(memory, row, rows, column);
+  put_first_of_class(memory, row, column);
 }
 
 }  // namespace

@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   if (threadIdx.x >= kRowsOfBlock || row >= count) return;
-  mark_more_rows(rows.memory, row, count, rows.memory.target[row]);
+  mark_more_rows(rows.memory, row, rows.memory.target[row]);
   Sums sums;
   is_lost = 0;
 #pragma unroll
