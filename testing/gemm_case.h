@@ -46,6 +46,7 @@ struct GemmCase {
   bool accumulates = false;
   std::int64_t padding = 0;       ///< of every stride
   std::int64_t misalignment = 0;  ///< of every matrix, in elements
+  std::int64_t padding_of_a = 0;  ///< beside `padding`
   /// Of element [i, p] of a, and of [p, j] of b; absent: normal numbers.
   std::function<double(std::int64_t, std::int64_t)> a = {};
   std::function<double(std::int64_t, std::int64_t)> b = {};
@@ -59,7 +60,8 @@ class GemmRun {
       : case_(test_case),
         dtypes_(dtypes),
         device_(device),
-        a_stride_((case_.is_a_transposed ? case_.m : std::max<std::int64_t>(case_.k, 1)) + case_.padding),
+        a_stride_((case_.is_a_transposed ? case_.m : std::max<std::int64_t>(case_.k, 1)) + case_.padding +
+                  case_.padding_of_a),
         b_stride_((case_.is_b_transposed ? std::max<std::int64_t>(case_.k, 1) : case_.n) + case_.padding),
         c_stride_(case_.n + case_.padding),
         a(device, dtypes.factors, {case_.is_a_transposed ? case_.k : case_.m, a_stride_}, at_misalignment()),

@@ -3,7 +3,8 @@
 
     python benchmarks accuracy --device cpu
 
-The error of the loss is relative, that of a gradient is relative to its norm, all in bfloat16. The data:
+The error of the loss is relative, that of a gradient is relative to its norm, all in bfloat16. `classes lost` is the
+part of the classes whose row of the head's gradient is off by more than half of its own norm. The data:
 
 - `initial`: normal numbers with logits of deviation 0.02, as a model begins;
 - `dense`: with logits of deviation 1.3, a model that knows little;
@@ -32,8 +33,7 @@ from .head import DENSE_DEVIATION, head_tensors, trained_tensors
 from .linear_cross_entropy import OPERATOR, WITHOUT_BIAS
 
 RESULTS = ("loss", "grad_hidden", "grad_head", "grad_bias")
-
-
+CLASSES_LOST = "classes lost"
 DATA = ("initial", "dense", "spread", "trained")
 DEVIATIONS = {"initial": 0.02, "dense": DENSE_DEVIATION}
 
@@ -65,7 +65,10 @@ def measure(data: str, inputs: Inputs, providers: Sequence[Provider]) -> list[En
         try:
             found = verify.results(row, provider.forward(row), replace(inputs, arguments=inputs.arguments[:count]))
             for each, (result, wanted) in zip(RESULTS, expected[count].items()):
-                entry[each] = float((found[result].double() - wanted).norm() / wanted.norm())
+                error = found[result].double() - wanted
+                entry[each] = float(error.norm() / wanted.norm())
+                if each == "grad_head":
+                    entry[CLASSES_LOST] = float((error.norm(dim=1) > wanted.norm(dim=1) / 2).double().mean())
         except Exception as error:  # a provider's code: whatever it raises, the others go on
             entry["skipped"] = reason(error)
         entries.append(entry)
@@ -74,10 +77,11 @@ def measure(data: str, inputs: Inputs, providers: Sequence[Provider]) -> list[En
 
 def table(entries: Sequence[Entry]) -> str:
     """Markdown."""
-    lines = [["classes", "data", "implementation", *RESULTS]]
+    lines = [["classes", "data", "implementation", *RESULTS, CLASSES_LOST]]
     for entry in entries:
         errors = [f"{entry[name]:.1e}" if name in entry else str(entry.get("skipped", "")) for name in RESULTS]
-        lines.append([f"{entry['shape']['v']:,}", entry["data"], entry["provider"], *errors])
+        lost = f"{entry[CLASSES_LOST]:.2%}" if CLASSES_LOST in entry else ""
+        lines.append([f"{entry['shape']['v']:,}", entry["data"], entry["provider"], *errors, lost])
     return "\n".join(tables.markdown(lines, left=len(lines[0]))[:-1])
 
 

@@ -121,16 +121,20 @@ def head_row(
     logits_gradient: Callable[[Tensor, Inputs, slice], Tensor],
 ) -> Row:
     """A row with the output `out_shape`. A scalar has the upstream gradient 1, as a loss in training, but a backward by
-    itself a random one. With the option "frozen_head" the head has no gradient; the data "spread" are not dense."""
+    itself a random one. With the option "frozen_head" the head has no gradient. The data are "dense" unless the options
+    say "spread" or "trained"."""
     dtype = DTYPES[dtype_name]
     result_dtype = torch.promote_types(dtype, torch.float32)
     rows, features, classes = shape
-    is_frozen, is_spread = "frozen_head" in options, options.get("data") == "spread"
+    is_frozen, data = "frozen_head" in options, options.get("data")
     hidden_bytes, head_bytes = (count * features * dtype.itemsize for count in (rows, classes))
     gradient_bytes = 0 if mode == "fwd" else hidden_bytes + (0 if is_frozen else head_bytes)
 
     def make_inputs(device: torch.device, seed: int) -> Inputs:
-        hidden, head, classes_of_rows = head_tensors(*shape, dtype, device, seed, not is_spread)
+        if data == "trained":
+            hidden, head, classes_of_rows = trained_tensors(*shape, dtype, device)
+        else:
+            hidden, head, classes_of_rows = head_tensors(*shape, dtype, device, seed, data != "spread")
         hidden.requires_grad_(mode != "fwd")
         head.requires_grad_(mode != "fwd" and not is_frozen)
         is_one = not out_shape and mode != "bwd"

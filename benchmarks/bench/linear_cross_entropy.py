@@ -1,11 +1,12 @@
-"""linear_cross_entropy: the published rows (vocabulary by vocabulary), each direction and both, two kinds of data, and
-time against `workspace_bytes`.
+"""linear_cross_entropy: the published rows (vocabulary by vocabulary), each direction and both, three kinds of data,
+and time against `workspace_bytes`.
 
 The column `limit` is the matrix products (`head.py`): the logits' for the loss, the two with the gradient of the
 logits for the backward, all three for both.
 
 Data: "spread" is normal inputs and weights, whose logits have a deviation of 64 (at 4096 features), so that the
-gradient is 0 almost everywhere; "dense" has smaller inputs, logits with a deviation of 1.3, and a gradient everywhere.
+gradient is 0 almost everywhere; "dense" has smaller inputs, logits with a deviation of 1.3, and a gradient everywhere;
+"trained" has logits as of a language model late in its training.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def _logits_gradient(logits: Tensor, inputs: Inputs, rows: slice) -> Tensor:
     return p / len(target)
 
 
-# Peers round logits to 16 bits. Beyond 64 that is off by up to a quarter, beyond 256 by one, and a probability with it
+# Peers round logits to 16 bits. Beyond 32 that is off by up to an eighth, beyond 256 by one, and a probability with it
 # by up to a factor of e.
 _ROUNDED_LOGITS = 0.6
 
@@ -170,7 +171,7 @@ _ROUNDED_LOGITS = 0.6
 def _row(batch: int, features: int, classes: int, mode: Mode, dtype: str, **options: Any) -> Row:
     shape = Shape(batch, features, classes)
     row = head_row("linear_cross_entropy", mode, dtype, shape, (), options, _logits_gradient)
-    is_rounded = DTYPES[dtype].itemsize == 2 and options["data"] == "spread"
+    is_rounded = DTYPES[dtype].itemsize == 2 and options["data"] != "dense"
     return replace(row, tolerance=_ROUNDED_LOGITS if is_rounded else None)
 
 
@@ -193,6 +194,7 @@ def _rows(request: Request) -> list[Row]:
                  for data in ("dense", "spread") for bound in ((1, 4, 16) if is_cpu else (64, 256, 1024))]  # fmt: skip
     if is_quick and not is_cpu:
         rows += [_row(batch, dim, classes, "fwd+bwd", request.dtype, data="dense") for dim, classes in _MODELS]
+        rows += [_row(batch, features, 2**power, "fwd+bwd", request.dtype, data="trained") for power in few[1:]]
     return rows
 
 

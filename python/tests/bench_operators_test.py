@@ -250,4 +250,5 @@ def test_errors_are_those_against_float64(data: str) -> None:
     entries = accuracy.measure(data, inputs, [provider(LCE, name) for name in ("eaves", "torch")])
     assert [entry["provider"] for entry in entries] == ["eaves", "torch"]
     assert all(0 < entry[name] < 0.02 for entry in entries for name in accuracy.RESULTS)
+    assert all(entry[accuracy.CLASSES_LOST] == 0 for entry in entries)
     assert entries[0]["loss"] < 1e-5 and accuracy.table(entries).count("\n") == 3

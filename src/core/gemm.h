@@ -1,6 +1,7 @@
 // A matrix product, as operators ask for it on every device: row-major matrices with 64-bit sizes, one rounding at the
-// end. But on a GPU a c of 16 bits that is added to has two: cuBLASLt (13.1, on Hopper, each of its algorithms) rounds
-// the product before it adds it. cuda/gemm.h computes it with a library, cpu/gemm.h with a library or loops of its own.
+// end. But on a GPU a c of 16 bits that is added to may have two: cuBLASLt (13.1, on Hopper, each of its algorithms)
+// rounds the product before it adds it. cuda/gemm.h computes it with a library, on Hopper some of them with CUTLASS,
+// cpu/gemm.h with a library or loops of its own.
 #pragma once
 
 #include <cstddef>

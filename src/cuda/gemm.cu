@@ -5,17 +5,20 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <tuple>
 
+#include "core/build_config.h"
 #include "core/dispatch.h"
 #include "core/environment.h"
 #include "cuda/cublaslt.h"
 #include "cuda/device.h"
 #include "cuda/launch.cuh"
+#include "cuda/sm90/weight_gradient.h"
 #include "eaves/error.h"
 
 namespace eaves::cuda {
@@ -314,6 +317,26 @@ void fill(const char* op, const Gemm& gemm, const ExecutionContext& context) {
 
 }  // namespace
 
+bool takes_weight_gradient(const Gemm& product, int device) {
+  constexpr std::int64_t kLeastRows = 1024;
+  constexpr std::int64_t kLeastFeatures = 2048;
+  constexpr std::int64_t kLeastTiles = 2000;
+  constexpr std::uint32_t kVectorBytes = 16;
+  if (!EAVES_HAVE_CUTLASS || product.alpha == nullptr || !product.accumulates || product.dtype != DType::bfloat16 ||
+      product.c_dtype != DType::bfloat16 || !product.a.is_transposed || product.b.is_transposed ||
+      product.k < kLeastRows || product.n < kLeastFeatures || product.n % kGemmVector != 0) {
+    return false;
+  }
+  const std::uint32_t alignment = std::min({alignment_of(product.a.data, product.a.stride, product.dtype),
+                                            alignment_of(product.b.data, product.b.stride, product.dtype),
+                                            alignment_of(product.c, product.c_stride, product.c_dtype)});
+  const std::int64_t tiles =
+      ceil_divide(product.m, sm90::kWeightGradientClasses) * ceil_divide(product.n, sm90::kWeightGradientFeatures);
+  return alignment >= kVectorBytes && tiles >= kLeastTiles &&
+         std::max({product.m, product.n, product.k}) <= std::numeric_limits<std::int32_t>::max() &&
+         properties({DeviceType::cuda, device}).compute_capability == 90;
+}
+
 void require_gemm(const char* op) {
   if (!library().missing.empty()) throw Unsupported(op, library().missing);
 }
@@ -324,12 +347,18 @@ void gemm(const char* op, const Gemm& product, const ExecutionContext& context) 
     if (!product.accumulates) fill(op, product, context);
     return;
   }
+  int device = 0;
+  check_status(cudaGetDevice(&device), op);
+  if constexpr (EAVES_HAVE_CUTLASS) {
+    if (takes_weight_gradient(product, device)) {
+      const int multiprocessors = properties({DeviceType::cuda, device}).multiprocessors;
+      return sm90::weight_gradient(op, product, multiprocessors, context.stream);
+    }
+  }
   if (const auto parts = cut_to_vectors(product)) {
     gemm(op, parts->whole, context);
     return gemm(op, parts->rest, context);
   }
-  int device = 0;
-  check_status(cudaGetDevice(&device), op);
   const Handle handle = handle_of(op, device);
   const auto run = [&](const Gemm& gemm, bool has_bias) {
     const Description description(op, gemm, has_bias);

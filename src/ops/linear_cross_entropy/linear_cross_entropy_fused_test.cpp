@@ -313,6 +313,29 @@ TEST_F(LinearCrossEntropyFusedOnGpu, AnInfiniteHeadMakesEveryRowsLseInfinite) {
   }
 }
 
+TEST_F(LinearCrossEntropyFusedOnGpu, NegligibleProbabilitiesAreZeroInGradientsButNotInAnEntropys) {
+  // Of 4099 classes 2^-24 of the largest are negligible.
+  constexpr std::int64_t kTarget = 2, kKept = 300, kDropped = 301;
+  for (const bool has_entropy : {false, true}) {
+    LinearCrossEntropyCase c = fused_case(has_entropy ? Reduction::none : Reduction::mean);
+    c.hidden = [](std::int64_t) { return 0.0; };
+    c.bias_dtype = DType::float32;
+    c.bias = [](std::int64_t v) {
+      return std::log(2.0) * (v == kTarget ? 0.0 : v == kKept ? -22.0 : v == kDropped ? -26.0 : -40.0);
+    };
+    c.target = [](std::int64_t) { return static_cast<double>(kTarget); };
+    c.wants_all_of_row = c.wants_entropy_alone = c.has_grad_entropy = has_entropy;
+    c.wanted.bias = true;
+    LinearCrossEntropyRun run(c);
+    run.run();
+    EXPECT_NE(run.gradients.bias.get(kKept), 0.0);
+    EXPECT_NE(run.gradients_at_once.bias.get(kKept), 0.0);
+    EXPECT_EQ(run.gradients.bias.get(kDropped) == 0.0, !has_entropy);
+    EXPECT_EQ(run.gradients_at_once.bias.get(kDropped), 0.0);
+    check_linear_cross_entropy(c);
+  }
+}
+
 TEST_F(LinearCrossEntropyFusedOnGpu, ATargetOutOfRangeMakesItsRowNaN) {
   LinearCrossEntropyCase c = fused_case();
   c.target = [](std::int64_t row) { return row == 5 ? 4099.0 : row == 9 ? -1.0 : 2.0; };

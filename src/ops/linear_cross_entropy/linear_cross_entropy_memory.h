@@ -18,6 +18,7 @@ namespace eaves {
 struct FusedMemory {
   void* samples;  ///< [rows, sampled_classes()] logits, float32
   float* shift;   ///< this and most others: one for each row
+  float* least;   ///< with exps, and of the backward
   std::int32_t* target;
   float* target_logit;
   float* tile_shifts;  ///< [tiles, rows up to a whole tile], of an online softmax; this and the next two: sums.cuh
@@ -189,6 +190,7 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
     const std::int64_t with_target = shape.has_exps() ? rows : finished;
     const bool has_moments = !is_online || shape.has_entropy || shape.is_shard;
     fused.shift = take_floats(!is_online, block.rows);
+    fused.least = take_floats(is_backward || shape.has_exps(), block.rows);
     fused.target = static_cast<std::int32_t*>(take(true, with_target, sizeof(std::int32_t)));
     fused.target_logit = take_floats(true, block.rows);
     fused.tile_shifts = take_floats(is_online, sums);
