@@ -90,6 +90,8 @@ def main(parser: ArgumentParser, argv: Sequence[str]) -> None:
     device = find_device(parser.parse_args(argv).device)
     providers = run.installed(OPERATOR.providers, device)
     rows, features, vocabularies = (192, 512, (4096,)) if device.type == "cpu" else (3072, 4096, (4096, 32768, 131072))
+    row = OPERATOR.row_of_shape({"rows": rows, "dim": features, "v": vocabularies[0]}, "bf16")
+    providers = [each for each in providers if not each.lacks(row)]
     entries: list[Entry] = []
     for classes in vocabularies:
         for data in DATA:

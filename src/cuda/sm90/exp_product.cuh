@@ -286,13 +286,21 @@ struct OnlineSoftmax {
     float shift[2];
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < 2; ++r) shift[r] = raise(first_row + r, fmaxf(largest[first_row + r], most[r] * factor));
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kSize; ++i) {
-      const int row = first_row + row_of(i);
-      const float t = fmaf(inner[i], factor, -shift[row_of(i)]);
-      const float exp = exp2_approximate(t);
-      sum[row] += exp;
-      moment[row] = fmaf(exp, fmaxf(t, kLeastExponent), moment[row]);
+    const auto add = [&]<bool kHasMoment>() CUTLASS_LAMBDA_FUNC_INLINE {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSize; ++i) {
+        const int row = first_row + row_of(i);
+        const float t = fmaf(inner[i], factor, -shift[row_of(i)]);
+        const float exp = exp2_approximate(t);
+        sum[row] += exp;
+        if constexpr (kHasMoment) moment[row] = fmaf(exp, fmaxf(t, kLeastExponent), moment[row]);
+      }
+    };
+    // Unwanted moments would take 3 % more of a loss of 32,768 classes and more (H200).
+    if (to.moments != nullptr) {
+      add.template operator()<true>();
+    } else {
+      add.template operator()<false>();
     }
   }
 

@@ -116,7 +116,7 @@ struct LinearCrossEntropyShape {
   /// The loss alone, for which nothing is guessed.
   bool has_online_softmax() const {
     const bool is_loss_alone = mode == LinearCrossEntropyMode::forward && kept_rows == 0;
-    if (!is_fused || !is_loss_alone || classes > kMostOnlineClasses) return false;
+    if (!is_fused || !is_loss_alone) return false;
     return features >= kLeastOnlineFeatures || fused_product() == FusedProduct::wherever_possible;
   }
   /// A backward that computes no logit again.

@@ -6,7 +6,7 @@
 //   t  = z' * log2(e) - shift_i,  E = 2^t    so softmax_i = E / sum(E), whatever the shift
 //   dL/dz = (m_i * softmax_i - h_i * [v = y]) * dz'/dz    m, h: softmax_factor and target_factor of RowGradient
 //
-// The loss alone, of up to kMostOnlineClasses and of kLeastOnlineFeatures or more (softmax.cu). An online softmax: for
+// The loss alone, of kLeastOnlineFeatures or more (softmax.cu). An online softmax: for
 // each tile of 192 classes the product finds the largest z' * log2(e), which is the shift of the tile, and writes
 // S = sum(E), for an entropy M = sum(E * t), and z of the target. The tiles are moved to the row's largest shift and
 // added in float64. Then lse = (shift + log2(S)) / log2(e), and M gives the entropy. No row's time or result depends on
