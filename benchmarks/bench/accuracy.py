@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from eaves._command_line import say
 
@@ -50,6 +51,11 @@ def make_inputs(rows: int, features: int, classes: int, data: str, device: torch
     return Inputs((x, weight, target, bias), torch.ones((), device=device))
 
 
+def classes_lost(error: Tensor, wanted: Tensor) -> float:
+    """The part of the rows whose error is not at most half of their norm, as that of NaN is not."""
+    return float((~(error.norm(dim=1) <= wanted.norm(dim=1) / 2)).double().mean())
+
+
 def measure(data: str, inputs: Inputs, providers: Sequence[Provider]) -> list[Entry]:
     """The relative errors, by the names of the results; a provider without a bias has none for it."""
     rows, features = inputs.arguments[0].shape
@@ -68,7 +74,7 @@ def measure(data: str, inputs: Inputs, providers: Sequence[Provider]) -> list[En
                 error = found[result].double() - wanted
                 entry[each] = float(error.norm() / wanted.norm())
                 if each == "grad_head":
-                    entry[CLASSES_LOST] = float((error.norm(dim=1) > wanted.norm(dim=1) / 2).double().mean())
+                    entry[CLASSES_LOST] = classes_lost(error, wanted)
         except Exception as error:  # a provider's code: whatever it raises, the others go on
             entry["skipped"] = reason(error)
         entries.append(entry)
@@ -90,8 +96,8 @@ def main(parser: ArgumentParser, argv: Sequence[str]) -> None:
     device = find_device(parser.parse_args(argv).device)
     providers = run.installed(OPERATOR.providers, device)
     rows, features, vocabularies = (192, 512, (4096,)) if device.type == "cpu" else (3072, 4096, (4096, 32768, 131072))
-    row = OPERATOR.row_of_shape({"rows": rows, "dim": features, "v": vocabularies[0]}, "bf16")
-    providers = [each for each in providers if not each.lacks(row)]
+    # torch.compile in another mode has the errors of torch.compile, after minutes of trying products out.
+    providers = [each for each in providers if "max-autotune" not in each.name]
     entries: list[Entry] = []
     for classes in vocabularies:
         for data in DATA:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -252,3 +253,9 @@ def test_errors_are_those_against_float64(data: str) -> None:
     assert all(0 < entry[name] < 0.02 for entry in entries for name in accuracy.RESULTS)
     assert all(entry[accuracy.CLASSES_LOST] == 0 for entry in entries)
     assert entries[0]["loss"] < 1e-5 and accuracy.table(entries).count("\n") == 3
+
+
+def test_classes_are_lost_whose_gradient_is_off_by_more_than_half_or_nan() -> None:
+    wanted = torch.tensor([[3.0, 4.0], [3.0, 4.0], [0.0, 0.0], [1.0, 0.0]])
+    error = torch.tensor([[0.0, 2.5], [0.0, 2.6], [0.0, 0.0], [math.nan, 0.0]])
+    assert accuracy.classes_lost(error, wanted) == 0.5

@@ -30,7 +30,6 @@ struct ExpProduct {
   float to_tanh;               ///< a scale over a soft cap; 0: no soft cap
   float factor;                ///< a scale times log2(e), or a soft cap times log2(e)
   const float* shift;          ///< [rows]; of a softmax nullptr: it finds its own
-  const float* least;          ///< [rows]; a smaller 2^t is written as 0, and counts in the sums all the same
   const std::int32_t* target;  ///< [rows], a class each; none: -1
   float* target_logit;         ///< out; [rows], z of the target where there is one
 };

@@ -56,9 +56,8 @@ struct ThreadRows {
 ///     struct Arguments;
 ///     static constexpr bool kFindsShift;
 ///     Action(const Arguments&, const ThreadRows&);
-///     // What is written, less the soft cap's derivative, or 0 if 2^t is less than `least`; of the row-th of the
-///     thread's. float of(int row, float t, float least); void end(const ThreadRows&);  // behind the last class of the
-///     tile; by all lanes
+///     float of(int row, float t);   // what is written, less the soft cap's derivative; of the row-th of the thread's
+///     void end(const ThreadRows&);  // behind the last class of the tile; by all lanes
 ///   };
 ///
 /// One that finds the shift has take() instead of of(), for the logits of two rows, before they are multiplied by
@@ -72,7 +71,6 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
     float to_tanh = 0.0f;
     float factor = 0.0f;
     const float* shift = nullptr;
-    const float* least = nullptr;
     const std::int32_t* target = nullptr;
     float* target_logit = nullptr;
     typename Action::Arguments action{};
@@ -108,7 +106,6 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
     int first_class;  ///< of the thread
     int classes;      ///< from that one to the last
     float shift[kRowsOfThread];
-    float least[kRowsOfThread];
     int target[kRowsOfThread];  ///< from the thread's first class on; negative where there is none
     Action action;
 
@@ -122,10 +119,7 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
           action(given.action, of_rows) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kRowsOfThread; ++i) {
-        if constexpr (!Action::kFindsShift) {
-          shift[i] = rows.load(params.shift, i, 0.0f);
-          least[i] = params.least == nullptr ? 0.0f : rows.load(params.least, i, 0.0f);
-        }
+        if constexpr (!Action::kFindsShift) shift[i] = rows.load(params.shift, i, 0.0f);
         const std::int32_t column = rows.load(params.target, i, -1);
         target[i] = column < 0 ? -1 : column - first_class;
       }
@@ -169,7 +163,7 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
       } else {
         const auto take = [&](int i, float inner) CUTLASS_LAMBDA_FUNC_INLINE {
           const float t = fmaf(inner, params.factor, -shift[row_of(i)]);
-          return action.of(row_of(i), has_all || column_of(i) < classes ? t : -INFINITY, least[row_of(i)]);
+          return action.of(row_of(i), has_all || column_of(i) < classes ? t : -INFINITY);
         };
         if (params.to_tanh == 0.0f) {
           CUTLASS_PRAGMA_UNROLL
@@ -226,11 +220,11 @@ struct SumExps {
 
   CUTLASS_DEVICE SumExps(const Arguments& arguments, const ThreadRows&) : to(arguments) {}
 
-  CUTLASS_DEVICE float of(int row, float t, float least) {
+  CUTLASS_DEVICE float of(int row, float t) {
     const float exp = exp2_approximate(t);
     sum[row] += exp;
     moment[row] = fmaf(exp, fmaxf(t, kLeastExponent), moment[row]);
-    return exp < least ? 0.0f : exp;
+    return exp;
   }
 
   CUTLASS_DEVICE void end(const ThreadRows& rows) {
@@ -343,10 +337,9 @@ struct GradientOfLogits {
     }
   }
 
-  CUTLASS_DEVICE float of(int row, float t, float least) const {
-    const float exp = exp2_approximate(t);
-    const float gradient = exp * fmaf(slope[row], fmaxf(t, kLeastExponent), constant[row]);
-    return exp < least || (constant[row] == 0.0f && slope[row] == 0.0f) ? 0.0f : gradient;
+  CUTLASS_DEVICE float of(int row, float t) const {
+    const float gradient = exp2_approximate(t) * fmaf(slope[row], fmaxf(t, kLeastExponent), constant[row]);
+    return constant[row] == 0.0f && slope[row] == 0.0f ? 0.0f : gradient;
   }
   CUTLASS_DEVICE void end(const ThreadRows&) const {}
 };
@@ -390,8 +383,7 @@ class Kernel {
         {static_cast<int>(product.rows), static_cast<int>(product.classes), static_cast<int>(product.features), 1},
         {static_cast<const Element*>(product.x.data), x_stride, static_cast<const Element*>(product.weight.data),
          weight_stride},
-        {{product.bias, product.to_tanh, product.factor, product.shift, product.least, product.target,
-          product.target_logit, action},
+        {{product.bias, product.to_tanh, product.factor, product.shift, product.target, product.target_logit, action},
          nullptr,
          {},
          static_cast<std::conditional_t<std::is_void_v<Result>, Element, Result>*>(to),

@@ -64,7 +64,7 @@ bool can_take_fused_path(const LinearCrossEntropyProblem& problem) {
     if (problem.shard->is_for_mean_logit || problem.shard->is_for_argmax_or_sum_sq) return false;
     if (problem.mode == Mode::forward_backward && problem.class_weight.data != nullptr) return false;
   }
-  if (problem.classes > kMostFusedClasses) return false;
+  if (problem.classes > kMostFusedClasses || problem.rows() > kMostFusedRows) return false;
   // With fewer rows than a tile, what is around the product takes longer than passes over the logits.
   if (problem.rows() < cuda::kExpProductRows && !is_batch_invariant()) return false;
   return suits_exp_product(problem);

@@ -115,7 +115,7 @@ TEST_F(LinearCrossEntropyFusedOnGpu, MoreRowsThanTheCacheHoldsMatchTheOracle) {
 
 TEST_F(LinearCrossEntropyFusedOnGpu, EveryNumberOfClassesMatchesTheOracle) {
   // Whole tiles and a rest of each size.
-  for (const std::int64_t classes : {4096, 4097, 4223, 4224, 50257, 65535}) {
+  for (const std::int64_t classes : {4096, 4097, 4223, 4224, 50257, 65537, 131071}) {
     LinearCrossEntropyCase c = fused_case(Reduction::mean);
     c.classes = classes;
     c.wants_all_of_row = c.wants_entropy_alone = true;
@@ -320,29 +320,6 @@ TEST_F(LinearCrossEntropyFusedOnGpu, AnInfiniteHeadMakesEveryRowsLseInfinite) {
       EXPECT_EQ(std::isinf(run.results.lse.get(row)), sign > 0.0) << "row " << row;
       EXPECT_EQ(std::isfinite(run.results.loss.get(row)), sign < 0.0) << "row " << row;
     }
-  }
-}
-
-TEST_F(LinearCrossEntropyFusedOnGpu, NegligibleProbabilitiesAreZeroInGradientsButNotInAnEntropys) {
-  // Of 4099 classes 2^-24 of the largest are negligible.
-  constexpr std::int64_t kTarget = 2, kKept = 300, kDropped = 301;
-  for (const bool has_entropy : {false, true}) {
-    LinearCrossEntropyCase c = fused_case(has_entropy ? Reduction::none : Reduction::mean);
-    c.hidden = [](std::int64_t) { return 0.0; };
-    c.bias_dtype = DType::float32;
-    c.bias = [](std::int64_t v) {
-      return std::log(2.0) * (v == kTarget ? 0.0 : v == kKept ? -22.0 : v == kDropped ? -26.0 : -40.0);
-    };
-    c.target = [](std::int64_t) { return static_cast<double>(kTarget); };
-    c.wants_all_of_row = c.wants_entropy_alone = c.has_grad_entropy = has_entropy;
-    c.wanted.bias = true;
-    LinearCrossEntropyRun run(c);
-    run.run();
-    EXPECT_NE(run.gradients.bias.get(kKept), 0.0);
-    EXPECT_NE(run.gradients_at_once.bias.get(kKept), 0.0);
-    EXPECT_EQ(run.gradients.bias.get(kDropped) == 0.0, !has_entropy);
-    EXPECT_EQ(run.gradients_at_once.bias.get(kDropped), 0.0);
-    check_linear_cross_entropy(c);
   }
 }
 

@@ -18,7 +18,6 @@ namespace eaves {
 struct FusedMemory {
   void* samples;  ///< [rows, sampled_classes()] logits, float32
   float* shift;   ///< this and most others: one for each row
-  float* least;   ///< with exps, and of the backward
   std::int32_t* target;
   float* target_logit;
   float* tile_shifts;  ///< [tiles, rows up to a whole tile], of an online softmax; this and the next two: sums.cuh
@@ -30,7 +29,8 @@ struct FusedMemory {
   float* slope;
   float* row_factor;  ///< this and the following: with exps
   float* target_gradient;
-  // Of all rows whose targets add_targets() adds together: a chunk's target and target_gradient begin at `first_row`.
+  // add_targets() may add the targets of several chunks together: the chunk's target and target_gradient begin at
+  // `first_row` of these.
   std::int64_t first_row;
   std::int32_t* first_of_class;  ///< [classes], INT32_MAX less the first row of the class; 0: none
   std::int32_t* has_more_rows;   ///< [rows], of the first row of a class: 1 where later rows have that class too
@@ -190,7 +190,6 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
     const std::int64_t with_target = shape.has_exps() ? rows : finished;
     const bool has_moments = !is_online || shape.has_entropy || shape.is_shard;
     fused.shift = take_floats(!is_online, block.rows);
-    fused.least = take_floats(is_backward || shape.has_exps(), block.rows);
     fused.target = static_cast<std::int32_t*>(take(true, with_target, sizeof(std::int32_t)));
     fused.target_logit = take_floats(true, block.rows);
     fused.tile_shifts = take_floats(is_online, sums);

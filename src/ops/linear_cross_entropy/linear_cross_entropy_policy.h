@@ -111,6 +111,7 @@ inline constexpr std::int64_t kFasterFusedClassesAtOnce = 32768;
 inline constexpr std::int64_t kLeastOnlineFeatures = 1536;
 /// The most: which tiles of a row are computed again is kept as bits in shared memory.
 inline constexpr std::int64_t kMostFusedClasses = std::int64_t{1} << 20;
+inline constexpr std::int64_t kMostFusedRows = (std::int64_t{1} << 31) - 1;  ///< numbers of rows have 32 bits
 
 inline const LinearCrossEntropyPolicy& policy_of(Device device) {
   return device.type == DeviceType::cpu ? kLinearCrossEntropyOnCpu : kLinearCrossEntropyOnGpu;

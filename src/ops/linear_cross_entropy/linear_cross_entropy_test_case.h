@@ -482,10 +482,6 @@ class LinearCrossEntropyComparison {
     const LinearCrossEntropyShape shape = problem_of(run_, mode);
     const bool has_exps = shape.has_exps() || (shape.is_backward() && shape.keeps_exps);
     has_gradient_of_exps_ = shape.is_backward() && shape.keeps_exps && case_.has_grad_entropy;
-    const bool has_kept_exps = has_exps && shape.is_backward();
-    const bool drops_small = shape.is_fused && !has_kept_exps && !shape.has_grad_entropy;
-    const double lost = has_kept_exps ? 0x1p-36 : drops_small ? 0x1p-12 / static_cast<double>(case_.classes) : 0.0;
-    lost_ = lost == 0.0 ? 0.0 : lost * most_softmax_factor(scaling.in_factor);
     const WantedGradients& wanted = case_.wanted;
     const auto is_within = [&](const TestTensor& tensor, const char* name, const Product& product, double& share) {
       return compare_product(tensor, name + how, product, scaling.alpha, share);
@@ -504,24 +500,15 @@ class LinearCrossEntropyComparison {
     std::fill(ones.values.begin(), ones.values.end(), 1.0);
     const Product of_bias{of_head.factor,    of_head.scales, ones,    std::max<std::int64_t>(1, ones.rows),
                           case_.accumulates, false,          has_exps};
-    if (of_head.has_exps) of_head.rounded_other = computed(hidden_with_factors(scaling));
+    if (of_head.has_exps) {
+      of_head.rounded_other = computed(hidden_with_factors(scaling));
+      const bool is_added_at_end = !shape.is_backward() && !shape.may_gather();
+      of_head.target_roundings = is_added_at_end ? 1 : ceil_divide(of_head.factor.columns, of_head.chunk);
+    }
     return (!wanted.hidden || (is_within(actual.hidden, "grad_hidden", of_hidden, shares.grad_hidden) &&
                                uncounted_are_zero(actual.hidden, how))) &&
            (!wanted.head || is_within(actual.head, "grad_head", of_head, shares.grad_head)) &&
            (!wanted.bias || is_within(actual.bias, "grad_bias", of_bias, shares.grad_bias));
-  }
-
-  /// The most that a softmax is multiplied with, of any row (cross_entropy.h); hard targets, no label smoothing.
-  double most_softmax_factor(const reference::LinearCrossEntropyUpstream& upstream) const {
-    double most = 0.0;
-    for (std::size_t i = 0; i < exact_.rows.size(); ++i) {
-      const reference::CrossEntropyRow& row = exact_.rows[i];
-      if (!row.is_counted || !std::isfinite(row.lse)) continue;
-      const double of_loss = row.weight * (row.hard + 2.0 * case_.options.z_loss_weight * std::abs(row.lse));
-      most =
-          std::max(most, std::abs(upstream.loss[i]) * of_loss + std::abs(upstream.lse.empty() ? 0.0 : upstream.lse[i]));
-    }
-    return most * case_.options.scale;
   }
 
   /// The rows of the chunks, all or only those that count, in the order of the walk.
@@ -562,6 +549,7 @@ class LinearCrossEntropyComparison {
     bool accumulates;
     bool is_added_by_gemm = false;             ///< what a chunk adds
     bool has_exps = false;                     ///< fused/fused.h
+    std::int64_t target_roundings = 0;         ///< with exps: how often the targets' part is added
     std::optional<Matrix> rounded_other = {};  ///< `other` with the rounding that it gets, where it gets one
   };
 
@@ -610,11 +598,12 @@ class LinearCrossEntropyComparison {
     return size_of(case_.dtype) > 2 || is_within_rounded_product(product, dtype, alpha, exact, actual, name, share);
   }
 
-  /// An exp is rounded as another number than the factor, and of grad_head hidden times its row's factor is rounded
-  /// too.
-  static double of_exps(const Product& product, double factor) {
+  /// An exp is rounded as another number than the factor, of grad_head hidden times its row's factor is rounded too,
+  /// and what is 2^-36 of the row's largest may be 0.
+  static double of_exps(const Product& product, double factor, double largest) {
     constexpr double kUnitRoundoff = 0x1p-8;  // of bfloat16
-    return (product.is_added_by_gemm ? 2.0 : 1.0) * kUnitRoundoff * std::abs(factor);
+    constexpr double kLost = 0x1p-36;
+    return (product.is_added_by_gemm ? 2.0 : 1.0) * kUnitRoundoff * std::abs(factor) + kLost * largest;
   }
 
   static double rounding_of(DType dtype, double value) {
@@ -627,12 +616,14 @@ class LinearCrossEntropyComparison {
     // A probability that would be subnormal may be 0; what it is multiplied with, the logarithm of one among it.
     constexpr double kBesideProbability = 256.0;
     Matrix of_factor = product.factor;
+    double largest = 0.0;
+    for (const double value : product.factor.values) largest = std::max(largest, std::abs(value));
     for (std::size_t i = 0; i < of_factor.values.size(); ++i) {
       const double scale = activation_scale(result_dtype_, product.scales.values[i], kBesideProbability);
       const double before = allowed_error(result_dtype_, 0.0, scale);
-      of_factor.values[i] = before + lost_ +
-                            (product.has_exps ? of_exps(product, product.factor.values[i])
-                                              : rounding_of(case_.dtype, std::abs(product.factor.values[i]) + before));
+      of_factor.values[i] =
+          before + (product.has_exps ? of_exps(product, product.factor.values[i], largest)
+                                     : rounding_of(case_.dtype, std::abs(product.factor.values[i]) + before));
       // The terms of a gradient that is made of an exp, and the logarithm in one of them, have the exp's rounding.
       if (has_gradient_of_exps_) of_factor.values[i] += 0x1p-7 * product.scales.values[i];
     }
@@ -646,7 +637,7 @@ class LinearCrossEntropyComparison {
       std::int64_t roundings = chunks - 1;
       if (product.is_added_by_gemm && rounds_before_adding(case_.device, dtype))
         roundings += chunks - (product.accumulates ? 0 : 1);
-      if (product.has_exps && product.is_added_by_gemm) roundings += chunks;  // the targets' part, behind each
+      if (product.has_exps && product.is_added_by_gemm) roundings += product.target_roundings;
       allowed.values[i] = std::abs(alpha) * allowed.values[i] +
                           static_cast<double>(roundings) * rounding_of(dtype, held + std::abs(alpha) * sums.values[i]);
     }
@@ -694,7 +685,6 @@ class LinearCrossEntropyComparison {
   DType result_dtype_;
   CrossEntropyResultComparison compare_results_;
   reference::LinearCrossEntropy exact_;
-  double lost_ = 0.0;                  ///< what is less may be written as 0
   bool has_gradient_of_exps_ = false;  ///< which is rounded twice
 };
 

@@ -43,7 +43,8 @@ class FusedChunks final : public LinearCrossEntropyChunks {
             .context = loss_context_};
   }
 
-  /// Of all chunks: grad_head in 16 bits rounds once for all targets. Gathered rows are those of their chunk alone.
+  /// The targets of all chunks are added together, so that grad_head in 16 bits rounds once for them. That reads all
+  /// rows of hidden; gathered ones are in memory for one chunk alone.
   bool adds_targets_at_end() const { return shape_.has_exps() && !gathers_; }
 
   /// The factors of exps are float32 numbers that include alpha; `alpha` is nullptr if the products multiply by it.

@@ -6,9 +6,9 @@
 //   t  = z' * log2(e) - shift_i,  E = 2^t    so softmax_i = E / sum(E), whatever the shift
 //   dL/dz = (m_i * softmax_i - h_i * [v = y]) * dz'/dz    m, h: softmax_factor and target_factor of RowGradient
 //
-// The loss alone, of kLeastOnlineFeatures or more (softmax.cu). An online softmax: for
-// each tile of 192 classes the product finds the largest z' * log2(e), which is the shift of the tile, and writes
-// S = sum(E), for an entropy M = sum(E * t), and z of the target. The tiles are moved to the row's largest shift and
+// The loss alone, with kLeastOnlineFeatures or more (softmax.cu). An online softmax: for each tile of 192 classes the
+// product finds the largest z' * log2(e), which is the shift of the tile, and writes S = sum(E), for an entropy
+// M = sum(E * t), and z of the target. The tiles are moved to the row's largest shift and
 // added in float64. Then lse = (shift + log2(S)) / log2(e), and M gives the entropy. No row's time or result depends on
 // other logits.
 //
@@ -31,16 +31,11 @@
 // shard knows S and m of all classes only when the statistics are gathered: finish_exps_of_shard() finishes f and g
 // then.
 //
-// An E below 2^-12 / V of the largest that is sampled is written as 0, and counts in S all the same: less than 2^-12 of
-// a row's softmax in sum. A trained model has most of its logits there, and a GPU multiplies zeros with less power, so
-// at a higher clock (H200, 12288 rows, data "trained" of the benchmarks, 131,072 classes: 54.4 ms instead of 58.7).
-//
 // Exps that a forward keeps for the backward (kept.cu) are those of both at once with m = 1: the backward multiplies
 // row_factor by m. With dL/d(entropy) it writes the gradient of the logits over them, from log(softmax) = log(f E).
 //
 // The backward (gradient.cu). lse is known: shift = lse * log2(e), and E is the softmax. The product writes
-// E * (constant_i + slope_i * t), rounded once; the slope is the entropy's. Without one an E below 2^-12 / V becomes 0.
-// Then the target's element is put right.
+// E * (constant_i + slope_i * t), rounded once; the slope is the entropy's. Then the target's element is put right.
 #pragma once
 
 #include <cstdint>

@@ -9,7 +9,7 @@ namespace {
 ///   softmax * (m + slope * d) = 2^t * 2^rest * (m + slope / c * (t + rest)) = 2^t * (constant + slope' * t)
 /// times scale = dz'/dz. An infinite lse has no rest.
 __global__ void __launch_bounds__(kThreads)
-    prepare_gradient(const __grid_constant__ GradientOfRows rows, std::int64_t count, float negligible) {
+    prepare_gradient(const __grid_constant__ GradientOfRows rows, std::int64_t count) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= count) return;
   const RowGradient<float> row = rows.row(i);
@@ -22,7 +22,6 @@ __global__ void __launch_bounds__(kThreads)
   rows.memory.shift[i] = shift;
   rows.memory.target[i] = rows.targets.column(i);
   rows.memory.slope[i] = slope;
-  rows.memory.least[i] = slope == 0.0f && is_finite ? negligible : 0.0f;
   const float constant =
       row.softmax_factor == 0.0f ? 0.0f : row.softmax_factor * (is_finite ? correction : rows.transform.scale);
   rows.memory.constant[i] = slope == 0.0f || !is_finite ? constant : fmaf(slope, rest, constant);
@@ -48,7 +47,7 @@ void write_gradient(const FusedRows& rows, const FusedGradient& gradient) {
   const GradientOfRows of_rows = gradient_of(rows, gradient);
   const LaunchShape shape{
       .blocks = ceil_divide(rows.rows, kThreads), .threads = kThreads, .stream = rows.context.stream};
-  launch(rows.op, prepare_gradient, shape, of_rows, rows.rows, negligible_exp(rows));
+  launch(rows.op, prepare_gradient, shape, of_rows, rows.rows);
   exp_product(rows.op, product_of(rows),
               ExpProductGradient{rows.memory.constant, rows.memory.slope, gradient.to, gradient.stride}, rows.context);
   launch(rows.op, finish_gradient, shape, of_rows, rows.rows);

@@ -135,9 +135,6 @@ __device__ inline void mark_more_rows(const FusedMemory& memory, std::int64_t ro
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-/// A part of a row's softmax that is less is written as 0 (fused.h).
-inline float negligible_exp(const FusedRows& rows) { return 0x1p-12f / static_cast<float>(rows.all_classes); }
-
 inline void clear_first_of_class(const FusedRows& rows) {
   std::int32_t* first_of_class = rows.memory.first_of_class;
   if (first_of_class == nullptr || rows.memory.first_row != 0) return;
@@ -174,7 +171,6 @@ inline ExpProduct product_of(const FusedRows& rows) {
           .to_tanh = transform.to_tanh,
           .factor = transform.factor,
           .shift = rows.memory.shift,
-          .least = rows.memory.least,
           .target = rows.memory.target,
           .target_logit = rows.memory.target_logit};
 }

@@ -17,7 +17,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads)
     guess_shift(const __grid_constant__ Targets targets, std::int64_t rows, const T* hidden, std::int64_t hidden_stride,
                 const T* head, std::int64_t head_stride, std::int64_t features, int sample_count, const float* bias,
-                std::int64_t classes_per_sample, const __grid_constant__ FastTransform transform, float negligible,
+                std::int64_t classes_per_sample, const __grid_constant__ FastTransform transform,
                 const __grid_constant__ FusedMemory memory) {
   const std::int64_t row = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (row == 0 && threadIdx.x == 0) *memory.repeated_count = 0;
@@ -51,7 +51,6 @@ __global__ void __launch_bounds__(kThreads)
   memory.shift[row] = targets.is_ignored(row)              ? infinity<float>()  // 2^t is 0
                       : fabsf(largest) < infinity<float>() ? largest + room
                                                            : 0.0f;
-  if (memory.least != nullptr) memory.least[row] = negligible * exp2f(-room);
   put_first_of_class(memory, row, column);
 }
 
@@ -65,7 +64,7 @@ void guess_shifts(const FusedRows& rows) {
            Targets(rows), rows.rows, static_cast<const T*>(rows.hidden.data), rows.hidden.stride,
            static_cast<const T*>(rows.head.data), rows.head.stride, rows.features,
            static_cast<int>(sampled_classes(rows.classes)), rows.bias, sample_distance(rows.classes),
-           FastTransform(rows.options), negligible_exp(rows), rows.memory);
+           FastTransform(rows.options), rows.memory);
   });
 }
 
