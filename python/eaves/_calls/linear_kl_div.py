@@ -10,8 +10,9 @@ from torch import Tensor
 
 from eaves._arguments import reduction_of
 from eaves._calls.linear_cross_entropy import with_tensors_of_linear
+from eaves._chunked.divergence import DIVERGENCES, DivergenceSettings
 from eaves._chunked.head import chunk_sizes
-from eaves._chunked.kl_div import DIVERGENCES, OP, Divergence, Settings, forward_only
+from eaves._chunked.kl_div import OP, Divergence, Settings, forward_only
 from eaves._parallel.fully_shard import is_fully_sharded, with_whole_head
 from eaves._torch.checks import (
     accumulator_dtype,
@@ -129,9 +130,10 @@ def _settings(call: KlDivCall, student: Product, teacher: Product) -> Settings:
     divisor = 1.0 if temperature is None else number_of(OP, "temperature", temperature, *RANGES["scale"])
     limit = workspace_of(OP, call.workspace_bytes, student.hidden.device)
     rows, classes = student.hidden.shape[0], student.head.shape[0]
-    # "jsd" has one number more for each class, and a bias a mark.
-    of_class = (4 if divergence == "jsd" else 3) * accumulator_dtype(student.hidden.dtype).itemsize + 1
-    return Settings(divergence, beta, divisor, *chunk_sizes(rows, classes, classes * of_class, limit, student, teacher))
+    # Both logits, both log-probabilities, one tensor more and a mark; of "jsd" three tensors.
+    of_class = (7 if divergence == "jsd" else 5) * accumulator_dtype(student.hidden.dtype).itemsize + 1
+    sizes = chunk_sizes(rows, classes, classes * of_class, limit, student, teacher)
+    return Settings(DivergenceSettings(divergence, beta), divisor, *sizes)
 
 
 def _mean(total: Tensor, normalizer: Tensor | None, counts: Tensor | None, rows: torch.Size) -> Tensor:

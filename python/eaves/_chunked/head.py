@@ -61,6 +61,35 @@ def counted(rows: Tensor, counts: Tensor | None) -> Tensor:
     return rows if counts is None else rows.masked_fill(~counts, 0)
 
 
+class Tempering(NamedTuple):
+    """z' = cap * tanh(factor * z / cap), or without a cap factor * z: scale and softcap, divided by the temperature."""
+
+    factor: Tensor | float  # a Tensor has one for each row, [rows, 1]
+    cap: Tensor | float | None
+
+    @staticmethod
+    def of(scale: float, softcap: float | None, temperature: Tensor | float | None) -> Tempering:
+        if not isinstance(temperature, Tensor):
+            divisor = 1.0 if temperature is None else temperature
+            return Tempering(scale / divisor, None if softcap is None else softcap / divisor)
+        exact = temperature.double()  # rounded once, as a number is
+        cap = None if softcap is None else (softcap / exact).to(temperature.dtype)
+        return Tempering((scale / exact).to(temperature.dtype), cap)
+
+    def apply_(self, z: Tensor) -> Tensor:
+        """z' in place of z."""
+        if self.cap is not None:
+            return z.mul_(self.factor / self.cap).tanh_().mul_(self.cap)
+        return z if isinstance(self.factor, float) and self.factor == 1 else z.mul_(self.factor)
+
+    def slope(self, z: Tensor) -> Tensor | float:
+        """dz'/dz."""
+        if self.cap is None:
+            return self.factor
+        # 1 - tanh^2 would cancel.
+        return (z * (self.factor / self.cap)).cosh_().square_().reciprocal_().mul_(self.factor)
+
+
 # ------------------------------------------------------------------------------------------------------------- products
 
 
@@ -80,10 +109,11 @@ def logits_of(product: Product, block: int) -> Tensor:
 
 
 def add_gradients(grad: Tensor, product: Product, gradients: Sequence[Tensor | None], block: int) -> None:
-    """Adds the gradients of hidden states, head and bias from that of the logits, which is in the dtype of sums. What
-    they are added to is in that too; that of the head may also have the dtype of the product, and is rounded in each
-    chunk then."""
-    (x, head, _), (grad_hidden, grad_head, grad_bias), dtype = product, gradients, grad.dtype
+    """Adds the gradients of hidden states, head and bias from that of the logits, which is in the dtype of sums, or
+    without a bias in that of hidden states. They are added to tensors in the dtype of sums; that of the head may also
+    have the dtype of the product, and is rounded in each chunk then."""
+    (x, head, _), (grad_hidden, grad_head, grad_bias) = product, gradients
+    dtype = accumulator_dtype(x.dtype)
     if grad_bias is not None:
         grad_bias.add_(grad.sum(0))
     grad = grad.to(x.dtype)

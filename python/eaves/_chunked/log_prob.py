@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eaves._chunked.head import add_gradients, chunk_sizes, chunks_of, counted, logits_of, matrices
+from eaves._chunked.head import Tempering, add_gradients, chunk_sizes, chunks_of, counted, logits_of, matrices
 from eaves._parallel.collectives import all_gather, all_reduce, group_of
 from eaves._parallel.shard import Place, ShardArguments, dtype_of_parts
 from eaves._parallel.statistics import gather_statistics, merge, no_statistics, statistics_of
@@ -150,27 +150,8 @@ def _numbers_for_kernel(settings: Settings, rows: Rows) -> tuple[float, ...]:
     return numbers_of(settings.op, scale=settings.scale, softcap=settings.softcap)[0]
 
 
-def _factors(settings: Settings, rows: Rows) -> tuple[Tensor | float, Tensor | float | None]:
-    """scale and softcap of z', divided by the temperature."""
-    if rows.temperature is None:
-        return settings.scale, settings.softcap
-    exact = rows.temperature.double()  # rounded once, as a number is
-    factor, cap = (None if each is None else (each / exact).to(rows.temperature.dtype) for each in settings[1:3])
-    assert factor is not None
-    return factor, cap
-
-
-def _scale_(z: Tensor, settings: Settings, rows: Rows) -> Tensor:
-    """z' in place of z."""
-    factor, cap = _factors(settings, rows)
-    return z.mul_(factor) if cap is None else z.mul_(factor / cap).tanh_().mul_(cap)
-
-
-def _slope(z: Tensor, settings: Settings, rows: Rows) -> Tensor | float:
-    """dz'/dz."""
-    factor, cap = _factors(settings, rows)
-    # 1 - tanh^2 would cancel.
-    return factor if cap is None else (z * (factor / cap)).cosh_().square_().reciprocal_().mul_(factor)
+def _tempering(settings: Settings, rows: Rows) -> Tempering:
+    return Tempering.of(settings.scale, settings.softcap, rows.temperature)
 
 
 def _chosen(z: Tensor, rows: Rows, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,8 +193,8 @@ def _losses(settings: Settings, all_rows: Rows, *tensors: Tensor | None) -> tupl
             if rows.temperature is not None:
                 if settings.outputs & ARGMAX:
                     argmax = _best_class(z, settings.over_ranks)  # before roundings make two logits one
-                z = _scale_(z, settings, rows)
-            chosen = _scale_(chosen, settings, rows)
+                z = _tempering(settings, rows).apply_(z)
+            chosen = _tempering(settings, rows).apply_(chosen)
             best = chosen.argmax(1, keepdim=True)
             target = rows.tokens.gather(1, best).squeeze(1).masked_fill_(rows.is_ignored, settings.ignore_index)
             loss, *found = _statistics(z, target, settings, numbers)
@@ -397,10 +378,11 @@ def _gradient_(z: Tensor, rows: Rows, settings: Settings, saved_and_upstream: Se
     grads = torch.zeros_like(nll) if grad_nll is None else grad_nll
     total = grads.sum(1, keepdim=True)
     chosen, places, is_there = _chosen(z, rows, settings)
-    slope_of_chosen, slope = _slope(chosen, settings, rows), None
+    tempering = _tempering(settings, rows)
+    slope_of_chosen, slope = tempering.slope(chosen), None
     if rows.temperature is not None:
-        slope = _slope(z, settings, rows)
-        _scale_(z, settings, rows)
+        slope = tempering.slope(z)
+        tempering.apply_(z)
     of_shard = () if settings.over_ranks is None else settings.over_ranks.place[:2]
     if z.shape[1]:
         call(
