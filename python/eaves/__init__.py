@@ -2,7 +2,7 @@
 
     cross_entropy(input, target, weight=None, *, ignore_index=-100, reduction="mean", ...)
     linear_cross_entropy(input, linear_weight, target, *, linear_bias=None, weight=None, reduction="mean", ...)
-    linear_kl_div(hidden, head, teacher_hidden, teacher_head, *, targets=None, divergence="forward", ...)
+    linear_kl_div(hidden, head, teacher_hidden=None, teacher_head=None, *, divergence="forward", ...)
     linear_log_prob(hidden, head, tokens, *, bias=None, temperature=None, outputs=(), ...)
     linear_log_prob_loss(hidden, head, tokens, fn, *, entropy=False, boundaries=None, ...)
     log_prob(logits, tokens, *, temperature=None, outputs=(), ...)
@@ -22,6 +22,7 @@ import typing
 __all__ = [
     "CrossEntropyLoss",
     "CrossEntropyOutput",
+    "KlDivOutput",
     "LRPECosine",
     "LinearCrossEntropyLoss",
     "LogProbOutput",
@@ -45,6 +46,7 @@ if typing.TYPE_CHECKING:
     from eaves.functional import (
         CrossEntropyLoss,
         CrossEntropyOutput,
+        KlDivOutput,
         LinearCrossEntropyLoss,
         LogProbOutput,
         LRPECosine,

@@ -16,6 +16,7 @@ REDUCTIONS = {"none": NONE, "sum": SUM, "mean": MEAN}
 # The names that `outputs` takes.
 LOSS_OUTPUTS = ("lse", "argmax", "entropy", "z_loss", "sum_sq", "mean_logit")
 LOG_PROB_OUTPUTS = ("entropy", "is_top1", "sum_sq", "mean_logit")
+KL_DIV_OUTPUTS = ("divergence", "hard_loss", "entropy", "lse", "teacher_lse")
 
 
 def reduction_of(op: str, reduction: str) -> int:
@@ -61,6 +62,18 @@ class LogProbOutputs(_Tuple[_Array], Protocol[_Array]):
     is_top1: _Array
     sum_sq: _Array
     mean_logit: _Array
+
+
+class KlDivOutputs(_Tuple[_Array], Protocol[_Array]):
+    """The named tuple that linear_kl_div returns with `outputs`: the loss, then these outputs in the order of their
+    names."""
+
+    loss: _Array
+    divergence: _Array
+    hard_loss: _Array
+    entropy: _Array
+    lse: _Array
+    teacher_lse: _Array
 
 
 def output_names(op: str, outputs: object, known: Collection[str]) -> tuple[str, ...]:
@@ -211,7 +224,9 @@ def _hint(name: str, value: object, function: Callable[..., object]) -> str:
 
 def _output_of(name: str, parameters: Mapping[str, object]) -> str | None:
     """The name of the output for which another function has a return_*."""
-    known = LOG_PROB_OUTPUTS if "tokens" in parameters else LOSS_OUTPUTS
+    known: tuple[str, ...] = LOG_PROB_OUTPUTS if "tokens" in parameters else LOSS_OUTPUTS
+    if "teacher_hidden" in parameters:
+        known = KL_DIV_OUTPUTS
     output = name.removeprefix("return_")
     if output in ("argmax", "is_top1", "top1", "predicted_tokens"):
         output = "is_top1" if "tokens" in parameters else "argmax"

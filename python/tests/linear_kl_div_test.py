@@ -4,7 +4,6 @@ heads in chunks of rows have in common is in chunked_heads_test.py."""
 import math
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -12,7 +11,6 @@ import eaves
 from chunked_cases import (
     DIVERGENCES,
     IGNORED,
-    OF_HEADS,
     DivergenceOracle,
     Watching,
     assert_gradients,
@@ -24,7 +22,6 @@ from comparison import FLOATING_POINT, assert_agree, assert_within
 from cross_entropy_test import REDUCTIONS, each
 from layouts import LAYOUTS, random_tensor
 from pairwise import pairwise
-from refusals import Call, assert_each_refused
 
 # ---------------------------------------------------------------------------------------------------------- the formula
 
@@ -357,50 +354,3 @@ def test_heads_may_be_modules(device: torch.device) -> None:
     grads = torch.autograd.grad(expected, (student.weight, student.bias))
     assert torch.equal(student.weight.grad, grads[0]) and torch.equal(student.bias.grad, grads[1])
     assert teacher.weight.grad is None and teacher.bias.grad is None
-
-
-# ------------------------------------------------------------------------------------------------------------- refusals
-
-X, HEAD, Y, TEACHER = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, 2), torch.zeros(5, 2)
-
-
-@each("call", [
-    *OF_HEADS,
-    ({"hidden": torch.tensor(0.0)}, ValueError, "hidden has no axes, expected at least one, of the features"),
-    ({"head": torch.nn.Linear(3, 5), "bias": torch.zeros(5)}, ValueError,
-        "head is a torch.nn.Linear with a bias; leave bias out"),
-    ({"teacher_head": torch.nn.Linear(2, 5), "teacher_bias": torch.zeros(5)}, ValueError,
-        "teacher_head is a torch.nn.Linear with a bias; leave teacher_bias out"),
-    ({"head": HEAD[:0]}, ValueError, r"head has shape \[0, 3\], expected at least one class"),
-    ({"teacher_head": TEACHER.half()}, ValueError, "teacher_head has dtype float16, expected that of teacher_hidd"),
-    ({"teacher_hidden": Y[:3]}, ValueError, r"teacher_hidden has shape \[3, 2\], expected \[4, 2\] \(rows as hid"),
-    ({"teacher_head": torch.zeros(7, 2)}, ValueError, r"teacher_head has shape \[7, 2\], expected \[5, 2\] \(cla"),
-    ({"teacher_head": TEACHER.to_sparse()}, NotImplementedError, "teacher_head is torch.sparse_coo on"),
-    ({"teacher_head": TEACHER.to("meta")}, ValueError, "teacher_head is on meta, expected (cpu|cuda)"),
-    ({"teacher_hidden": Y.clone().requires_grad_()}, NotImplementedError, "no derivative with respect to teacher_hidd"),
-    ({"teacher_bias": torch.zeros(5).half()}, ValueError, "teacher_bias has dtype float16, expected float32"),
-    ({"targets": torch.zeros(4)}, ValueError, "targets has dtype float32, expected int64 or int32"),
-    ({"targets": torch.zeros(3).long()}, ValueError, r"targets has shape \[3\], expected \[4\] \(one per row of hid"),
-    ({"divergence": "kl"}, ValueError, "divergence is 'kl', expected \"forward\", \"reverse\" or \"jsd\""),
-    ({"divergence": 1}, TypeError, "divergence is 1, expected"),
-    ({"divergence": "jsd", "beta": 0}, ValueError, 'beta is 0.*, expected a number between 0 and 1.*"forward" for 0'),
-    ({"divergence": "jsd", "beta": 1.0}, ValueError, r"beta is 1\.0, expected a number between 0 and 1"),
-    ({"beta": -1}, ValueError, "beta is -1, expected a number between 0 and 1"),
-    ({"beta": "0.5"}, TypeError, "beta is '0.5', expected a number between 0 and 1"),
-    ({"temperature": 0}, ValueError, "temperature is 0, expected a positive number"),
-    ({"temperature": torch.ones(1)}, TypeError, "temperature is .*, expected a positive number"),
-    ({"ignore_index": 0.5, "targets": torch.zeros(4).long()}, TypeError, r"ignore_index is 0\.5, expected an int"),
-    ({"reduction": "batchmean"}, ValueError, "reduction is 'batchmean', expected"),
-    ({"reduction": "sum", "normalizer": 2.0}, ValueError, "normalizer is given, but only the mean divides"),
-    ({"workspace_bytes": 1.5}, TypeError, r"workspace_bytes is 1\.5, expected an int"),
-    ({"softcap": 30.0}, TypeError, "got an unexpected keyword argument 'softcap'"),
-    ({"linear_bias": HEAD[:, 0]}, TypeError, "got an unexpected keyword argument 'linear_bias'; pass bias"),
-])  # fmt: skip
-def test_refusals(call: Call, any_device: torch.device) -> None:
-    right = {"hidden": X, "head": HEAD, "teacher_hidden": Y, "teacher_head": TEACHER}
-    assert_each_refused(eaves.linear_kl_div, "linear_kl_div", right, call, any_device)
-
-
-def test_tensors_of_two_devices_are_refused(cuda: torch.device) -> None:
-    with pytest.raises(ValueError, match=r"^linear_kl_div: teacher_head is on cpu, expected cuda"):
-        eaves.linear_kl_div(X.to(cuda), HEAD.to(cuda), Y.to(cuda), TEACHER)

@@ -3,149 +3,237 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from eaves._arguments import reduction_of
-from eaves._calls.linear_cross_entropy import with_tensors_of_linear
-from eaves._chunked.divergence import DIVERGENCES, DivergenceSettings
-from eaves._chunked.head import chunk_sizes
-from eaves._chunked.kl_div import OP, Divergence, Settings, forward_only
-from eaves._parallel.fully_shard import is_fully_sharded, with_whole_head
-from eaves._torch.checks import (
-    accumulator_dtype,
-    check_beside,
-    check_dtype_of,
-    check_shape,
-    explain,
-    index_of,
-    number_of,
-    refuse_gradient,
-    value_for_message,
+from eaves._arguments import KL_DIV_OUTPUTS, named_outputs, output_names, reduction_of
+from eaves._calls.kl_div_arguments import (
+    STUDENT,
+    TEACHER,
+    KlDivCall,
+    check_values,
+    rows_of,
+    teacher_of,
+    without_padding_of,
 )
-from eaves._torch.head import Product, checked_head, workspace_of
-from eaves._torch.operator import apply
-from eaves._torch.options import CLASS_DTYPES, RANGES, normalizer_of, shape_of
-from eaves._torch.outputs import MEAN, NONE
-from eaves._torch.rows import counts_of, divisor_of
+from eaves._calls.linear_cross_entropy import with_tensors_of_linear
+from eaves._chunked.divergence import DIVERGENCES, RESTS, DivergenceSettings
+from eaves._chunked.head import OverRanks, chunk_sizes
+from eaves._chunked.kl_div import OP, Settings, outputs_of
+from eaves._parallel.agreement import agreed_place, digest, dtypes
+from eaves._parallel.collectives import AllRows
+from eaves._parallel.dtensor import over_ranks
+from eaves._parallel.fully_shard import needs_whole_head, with_whole_head
+from eaves._parallel.shard import ShardArguments, check_reduce_dtype, shape_of_rows, shard_of
+from eaves._torch.checks import accumulator_dtype, check_bool, explain, number_of
+from eaves._torch.head import Product, check_grad_weight_out, check_overlap, checked_head, workspace_of
+from eaves._torch.options import RANGES, normalizer_of
+from eaves._torch.outputs import MEAN, NONE, KlDivOutput
+from eaves._torch.rows import divisor_of
 from eaves._torch.transforms import is_exporting, is_transforming, needs_autograd, uncompiled
 
-_STUDENT = ("hidden", "head", "bias")
-_TEACHER = ("teacher_hidden", "teacher_head", "teacher_bias")
 
-
-class KlDivCall(NamedTuple):
-    """The arguments of eaves.linear_kl_div, as they were passed."""
-
-    hidden: Tensor
-    head: Any  # a Tensor or a torch.nn.Linear
-    bias: Tensor | None
-    teacher_hidden: Tensor
-    teacher_head: Any
-    teacher_bias: Tensor | None
-    targets: Tensor | None
-    divergence: str
-    beta: float
-    temperature: float | None
-    ignore_index: int
-    reduction: str
-    normalizer: Tensor | float | None
-    workspace_bytes: int | None
-
-
-def divergence_of(call: KlDivCall) -> Tensor:
-    for names in (_STUDENT, _TEACHER):
+def divergence_of(call: KlDivCall) -> Tensor | KlDivOutput:
+    for names in (STUDENT, TEACHER):
         if isinstance(getattr(call, names[1]), torch.nn.Linear):
             call = with_tensors_of_linear(OP, call, *names[1:])
-    for names in (_STUDENT, _TEACHER):
-        if is_fully_sharded(getattr(call, names[1])):
-            return with_whole_head(OP, divergence_of, call, names)
-    hidden, head, teacher_hidden, teacher_head = call.hidden, call.head, call.teacher_hidden, call.teacher_head
+    group, *_ = shard = shard_of(call.group)
+    if needs_whole_head(call.teacher_head, group, shard.sequence_parallel):
+        return with_whole_head(OP, divergence_of, call, TEACHER)
+    if needs_whole_head(call.head, group, shard.sequence_parallel):
+        return with_whole_head(OP, divergence_of, call, STUDENT)
     if is_exporting() or is_transforming():
         raise NotImplementedError(f"{OP}: it does not work inside of torch.export, torch.vmap and torch.func")
-    student, teacher = (_product_of(call, names) for names in (_STUDENT, _TEACHER))
-    rows, classes = hidden.shape[:-1], head.shape[0]
-    check_shape(
-        OP, "teacher_hidden", teacher_hidden, [*rows, teacher_hidden.shape[-1]], f"rows as hidden {shape_of(hidden)}"
+    try:
+        found: Tensor | KlDivOutput = over_ranks(call, lambda *of_rank: uncompiled(OP, _computed)(*of_rank))
+        return found
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        explain(OP, error, head=call.head, teacher_head=call.teacher_head)
+        raise
+
+
+def _computed(call: KlDivCall, shard: ShardArguments | None) -> Tensor | KlDivOutput:
+    names = output_names(OP, call.outputs, KL_DIV_OUTPUTS)
+    if call.classes is not None and shard is None:
+        call = without_padding_of(call, call.classes)
+    hidden, head, bias = checked_head(
+        OP, call.hidden, call.head, call.bias, dense=("hidden", call.hidden), may_be_empty=shard is not None
     )
-    if teacher_head.shape[0] != classes:
-        raise ValueError(
-            f"{OP}: teacher_head has shape {shape_of(teacher_head)}, expected [{classes}, "
-            f"{teacher_hidden.shape[-1]}] (classes as head {shape_of(head)}); where one vocabulary is "
-            "the other and padding, cut the larger head and its bias"
-        )
-    refuse_gradient(OP, "teacher_hidden", teacher_hidden)
-    ignore_index = index_of(OP, "ignore_index", call.ignore_index)
-    counts = None if call.targets is None else _counts(call.targets, hidden, ignore_index)
-    dtype = accumulator_dtype(student.hidden.dtype)
+    rows = tuple(hidden.shape[:-1]) if shard is None else shape_of_rows(shard, hidden)
+    student = Product(hidden.reshape(-1, hidden.shape[-1]), head, bias)
+    kind, teacher = teacher_of(call, head.shape[0], rows, shard)
+    dtype = accumulator_dtype(hidden.dtype)
     mode = reduction_of(OP, call.reduction)
     normalizer = call.normalizer
     if normalizer is not None:
         normalizer = normalizer_of(OP, normalizer, mode, dtype, hidden.device)
         # As the core's, which this loss does not call: of a GPU it is not known here.
-        if normalizer.device.type == "cpu" and not torch.compiler.is_compiling() and normalizer.item() < 0:
+        if normalizer.device.type == "cpu" and normalizer.item() < 0:
             raise ValueError(f"{OP}: normalizer is {normalizer.item()}, expected a number that is not negative")
-    settings = _settings(call, student, teacher)
-
-    try:
-        teacher_tensors = [None if each is None else each.detach() for each in teacher]
-        tensors = (*student, *teacher_tensors, counts)
-        if needs_autograd(*[each for each in student if each is not None]):
-            found: Tensor = uncompiled(OP, apply)(OP, Divergence, *tensors, settings, mode)
-        else:
-            found = uncompiled(OP, forward_only)(*tensors, settings, mode)
-    except (TypeError, RuntimeError) as error:
-        explain(OP, error, head=head, teacher_head=teacher_head)
-        raise
-    if mode == NONE:
-        return found.view(rows)
-    return _mean(found, normalizer, counts, rows) if mode == MEAN else found
-
-
-def _product_of(call: KlDivCall, names: tuple[str, str, str]) -> Product:
-    hidden, head, bias = (getattr(call, name) for name in names)
-    hidden, head, bias = checked_head(OP, hidden, head, bias, names, ("hidden", call.hidden))
-    return Product(hidden.reshape(-1, hidden.shape[-1]), head, bias)
-
-
-def _counts(targets: Tensor, hidden: Tensor, ignore_index: int) -> Tensor:
-    """Which rows count: [rows, 1]."""
-    check_beside(OP, "targets", targets, "hidden", hidden)
-    check_dtype_of(OP, "targets", targets, CLASS_DTYPES, "classes")
-    check_shape(OP, "targets", targets, hidden.shape[:-1], f"one per row of hidden {shape_of(hidden)}")
-    return counts_of(targets, ignore_index).reshape(-1, 1)
-
-
-def _settings(call: KlDivCall, student: Product, teacher: Product) -> Settings:
-    divergence, temperature = call.divergence, call.temperature
-    if not isinstance(divergence, str) or divergence not in DIVERGENCES:
-        error = ValueError if isinstance(divergence, str) else TypeError
-        raise error(f'{OP}: divergence is {divergence!r}, expected "forward", "reverse" or "jsd"')
-    between = 'a number between 0 and 1, neither of them; what others have there is "forward" for 0, "reverse" for 1'
-    beta = number_of(OP, "beta", call.beta, 0, 1, between)
-    if divergence == "jsd" and not 0 < beta < 1:
-        raise ValueError(f"{OP}: beta is {value_for_message(beta)}, expected {between}")
-    divisor = 1.0 if temperature is None else number_of(OP, "temperature", temperature, *RANGES["scale"])
-    limit = workspace_of(OP, call.workspace_bytes, student.hidden.device)
-    rows, classes = student.hidden.shape[0], student.head.shape[0]
-    # Both logits, both log-probabilities, one tensor more and a mark; of "jsd" three tensors.
-    of_class = (7 if divergence == "jsd" else 5) * accumulator_dtype(student.hidden.dtype).itemsize + 1
-    sizes = chunk_sizes(rows, classes, classes * of_class, limit, student, teacher)
-    return Settings(DivergenceSettings(divergence, beta), divisor, *sizes)
+    settings = _settings(call, names, kind, mode)
+    counts, of_rows = rows_of(call, hidden, rows, dtype)
+    if settings.grad_weight_out is not None:
+        check_grad_weight_out(OP, settings.grad_weight_out, hidden.dtype, head, None, dtype, False)
+        check_overlap(OP, settings.grad_weight_out, call._replace(grad_weight_out=None)._asdict())
+    classes = most = head.shape[0]
+    if shard is not None:
+        check_reduce_dtype(OP, shard, hidden.dtype)
+        facts = _facts(call, settings, student, teacher, rows)
+        place = agreed_place(shard, head.shape[0], facts)
+        if shard.sequence_parallel:
+            student = student._replace(hidden=_all_rows(student.hidden, shard))
+            if kind == "head":
+                teacher = (_all_rows(cast("Tensor", teacher[0]), shard), *teacher[1:])
+        student, teacher, out = _columns_of(place.columns, student, teacher, settings)
+        ranks = OverRanks(shard._replace(sequence_parallel=False), place)
+        settings = settings._replace(
+            of_rows=settings.of_rows._replace(over_ranks=ranks), grad_weight_out=out,
+        )  # fmt: skip
+        classes, most = place.classes, max(1, place.most)
+    check_values(call, settings, of_rows, classes)
+    settings = _with_sizes(settings, call, student, teacher, most)
+    found = outputs_of(settings, student, teacher, of_rows)
+    loss = found.loss
+    if mode == MEAN:
+        weights = counts if of_rows.weight is None else of_rows.weight.squeeze(1)
+        loss = _mean(loss, normalizer, weights, rows)
+    elif mode == NONE:
+        loss = loss.view(rows)
+    if not names:
+        return loss
+    outputs = [getattr(found, name).view(rows) for name in names]
+    return named_outputs("KlDivOutput", ("loss", *names), (loss, *outputs))  # type: ignore[no-any-return]
 
 
-def _mean(total: Tensor, normalizer: Tensor | None, counts: Tensor | None, rows: torch.Size) -> Tensor:
+def _columns_of(
+    columns: int, student: Product, teacher: tuple[Tensor | None, ...], settings: Settings
+) -> tuple[Product, tuple[Tensor | None, ...], Tensor | None]:
+    """Without the padding of this rank's piece."""
+
+    def cut(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[:columns]
+
+    out = cut(settings.grad_weight_out)
+    student = Product(student.hidden, student.head[:columns], cut(student.bias))
+    if settings.teacher == "head":
+        teacher = (teacher[0], *map(cut, teacher[1:]))
+    elif settings.teacher != "top_k":
+        teacher = (cast("Tensor", teacher[0])[..., :columns],)
+    return student, teacher, out
+
+
+def _all_rows(own: Tensor, shard: ShardArguments) -> Tensor:
+    return cast("Tensor", AllRows.apply(own, shard))  # type: ignore[no-untyped-call]
+
+
+# ------------------------------------------------------------------------------------------------------------- the rest
+
+
+def _settings(call: KlDivCall, names: Sequence[str], kind: str, mode: int) -> Settings:
+    divergence, rest = call.divergence, call.teacher_rest
+    for name, value, known in (("divergence", divergence, DIVERGENCES), ("teacher_rest", rest, RESTS)):
+        if not isinstance(value, str) or value not in known:
+            error = ValueError if isinstance(value, str) else TypeError
+            raise error(f"{OP}: {name} is {value!r}, expected one of {', '.join(known)}")
+    beta = number_of(OP, "beta", call.beta, 0, 1, "a number between 0 and 1")
+    if divergence == "jsd" and beta in (0, 1):
+        divergence = "reverse" if beta else "forward"
+    if kind == "top_k" and rest == "zero" and divergence == "reverse":
+        raise ValueError(
+            f'{OP}: divergence is "reverse", which is infinite of a teacher that is 0 outside of its top K; expected '
+            'teacher_rest="class" or "renormalize"'
+        )
+    if kind == "top_k" and "teacher_lse" in names:
+        raise ValueError(f'{OP}: outputs has "teacher_lse", which a top K does not say; leave it out')
+
+    def number(name: str) -> float | None:
+        value = getattr(call, name)
+        return None if value is None else number_of(OP, name, value, *RANGES[name.removeprefix("teacher_")])
+
+    temperature, hard_weight = call.temperature, call.hard_weight
+    if not isinstance(temperature, Tensor):
+        temperature = 1.0 if temperature is None else number_of(OP, "temperature", temperature, *RANGES["scale"])
+    if hard_weight is not None:
+        largest = torch.finfo(torch.float32).max
+        hard_weight = number_of(OP, "hard_weight", hard_weight, 0, largest, "a number that is not negative, or None")
+    has_hard_loss = hard_weight is not None or "hard_loss" in names
+    if has_hard_loss and call.targets is None:
+        asks = 'outputs has "hard_loss"' if hard_weight is None else "hard_weight is given"
+        raise ValueError(f"{OP}: {asks}, and no targets, expected a class for each row")
+    check_bool(OP, "skip_ignored", call.skip_ignored)
+    return Settings(
+        DivergenceSettings(divergence, beta, "entropy" in names, has_hard_loss), kind, rest,
+        (number("scale") or 1.0, number("teacher_scale") or 1.0), (number("softcap"), number("teacher_softcap")),
+        temperature if isinstance(temperature, float) else 1.0, hard_weight, mode, 1, 1, 1, call.grad_weight_out,
+    )  # fmt: skip
+
+
+def _facts(
+    call: KlDivCall, settings: Settings, student: Product, teacher: tuple[Tensor | None, ...], rows: Sequence[int]
+) -> dict[str, object]:
+    """What has to be the same on all ranks."""
+    temperature = call.temperature if isinstance(call.temperature, Tensor) else None
+    normalizer = call.normalizer if isinstance(call.normalizer, Tensor) else None
+    is_top_k = settings.teacher == "top_k"
+    return {
+        "which tensors require a gradient": [each is not None and needs_autograd(each) for each in student],
+        "the shape of hidden": list(rows),
+        "the kind of teacher": settings.teacher,
+        "teacher_tokens": digest(call.teacher_tokens),
+        "teacher_log_probs": digest(call.teacher_log_probs) if is_top_k else None,
+        "targets": digest(call.targets),
+        "row_weight": digest(call.row_weight),
+        "temperature": digest(temperature) or settings.temperature,
+        "normalizer": digest(normalizer) or str(call.normalizer),
+        **dtypes(OP, hidden=student.hidden, bias=student.bias, teacher=teacher[0], row_weight=call.row_weight),
+        "divergence, beta and teacher_rest": [*settings.of_rows[:2], settings.teacher_rest],
+        "scales and softcaps": [*settings.scales, *settings.softcaps],
+        "hard_weight": settings.hard_weight,
+        "ignore_index": call.ignore_index,
+        "reduction": call.reduction,
+        "workspace_bytes": call.workspace_bytes,
+        "skip_ignored": call.skip_ignored,
+        "which outputs are computed": settings.of_rows[2:4],
+    }
+
+
+def _with_sizes(
+    settings: Settings, call: KlDivCall, student: Product, teacher: tuple[Tensor | None, ...], classes: int
+) -> Settings:
+    """Chunks, as large as the workspace allows. `classes`: the most that a rank has."""
+    hidden, kind = student.hidden, settings.teacher
+    sums, bits = accumulator_dtype(hidden.dtype).itemsize, hidden.dtype.itemsize
+    # Both logits, where they are computed here, both log-probabilities and one tensor more, of "jsd" three; a mark.
+    tensors = {"head": 5, "top_k": 3}.get(kind, 4)
+    if settings.of_rows.divergence == "jsd" and kind != "top_k":
+        tensors += 2
+    if student.bias is not None and settings.softcaps[0] is not None:
+        tensors += 1
+    of_class, chunks = tensors * sums + 1, 1
+    if bits < sums:  # the gradient as it is multiplied, of more chunks on a GPU, where the product adds to the head's
+        chunks = 3 if hidden.is_cuda and student.head.requires_grad else 1
+        of_class += chunks * bits
+    products = [student, *([Product(*teacher)] if kind == "head" else [])]  # type: ignore[arg-type]
+    of_row = 0 if kind != "top_k" or teacher[0] is None else 20 * sums * teacher[0].shape[1]
+    limit = workspace_of(OP, call.workspace_bytes, hidden.device)
+    sizes = chunk_sizes(hidden.shape[0], classes, of_row + classes * of_class, limit, *products)
+    size = sizes.chunk if not hidden.is_cuda or sizes.chunk < 128 else sizes.chunk // 128 * 128  # tiles of a product
+    return settings._replace(chunk=size, group=chunks * size, block=sizes.block)
+
+
+def _mean(total: Tensor, normalizer: Tensor | None, weights: Tensor | None, rows: Sequence[int]) -> Tensor:
     """The sum over the rows divided by what it is divided by. Over 0 it is as in the other losses: infinite, but for
     0 / 0, which is 0; and the gradient is 0."""
-    if normalizer is None and counts is None:
+    if normalizer is None and weights is None:
         return total * (1 / max(1, math.prod(rows)))
     if normalizer is not None:
         divisor = normalizer.reshape(()).to(total.dtype)
     else:
-        assert counts is not None
-        divisor = divisor_of(counts.flatten(), None, total.dtype)
+        assert weights is not None
+        divisor = divisor_of(weights, None, total.dtype)
     is_zero = divisor == 0
     mean = torch.where(is_zero, 0, total * (1 / divisor.masked_fill(is_zero, 1)))
     return torch.where(is_zero & (total.detach() != 0), math.inf, mean)

@@ -4,7 +4,6 @@ cross_entropy and linear_cross_entropy for each row, with the other sign, or the
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -15,7 +14,8 @@ from eaves._arguments import named_outputs, output_names
 from eaves._autograd.in_place import refuse_in_place
 from eaves._calls.cross_entropy import CrossEntropyCall, loss_of_logits
 from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall, loss_of_head, with_tensors_of_linear
-from eaves._chunked.log_prob import HeadOptions, OverRanks, Rows, Settings, has_values, losses_of
+from eaves._chunked.head import OverRanks
+from eaves._chunked.log_prob import HeadOptions, Rows, Settings, losses_of
 from eaves._parallel.agreement import agree_on_placements, agreed_place, digest, dtypes
 from eaves._parallel.collectives import AllRows
 from eaves._parallel.dtensor import (
@@ -36,7 +36,6 @@ from eaves._torch.checks import (
     index_of,
     name_of,
     number_of,
-    refuse_gradient,
 )
 from eaves._torch.head import (
     check_algorithm,
@@ -49,7 +48,8 @@ from eaves._torch.head import (
 )
 from eaves._torch.options import CLASS_DTYPES, RANGES, shape_of
 from eaves._torch.outputs import LOG_PROB_OUTPUTS, LSE, SPLIT_LSE, LogProbOutput, pick
-from eaves._torch.rows import check_classes, counts_of
+from eaves._torch.rows import are_checked, check_classes, counts_of
+from eaves._torch.temperature import divisors_of, temperature_of_rows
 from eaves._torch.transforms import is_exporting, is_transforming, needs_autograd, uncompiled
 
 if TYPE_CHECKING:
@@ -220,9 +220,7 @@ def _computed(call: LogProbCall, shard: ShardArguments | None) -> Tensor | LogPr
     rows = passed.shape[:-1] if shard is None else shape_of_rows(shard, passed)
     _check_tokens(op, tokens, name, passed, rows)
     if isinstance(temperature, Tensor):
-        check_floating(op, "temperature", temperature, name, x)
-        temperature = _in_shape_of_rows(op, temperature, rows, f"{name} {shape_of(passed)}")
-        refuse_gradient(op, "temperature", temperature)
+        temperature = temperature_of_rows(op, temperature, rows, name, passed)
     divisor = None if isinstance(temperature, Tensor) else temperature
     scale, softcap = tempered(op, 1.0 if divisor is None else divisor, call.scale, call.softcap)
     assert scale is not None
@@ -262,14 +260,11 @@ def _computed(call: LogProbCall, shard: ShardArguments | None) -> Tensor | LogPr
     chosen = tokens.to(torch.int64).reshape(math.prod(rows), 1 if tokens.dim() == len(rows) else tokens.shape[-1])
     is_absent = chosen == ignore_index
     is_ignored = is_absent.all(1)
-    # As the core does: on the CPU, and on a GPU where the environment says so.
-    if has_values(tokens) or (tokens.is_cuda and os.environ.get("EAVES_CHECK_TARGETS", "") not in ("", "0")):
+    if are_checked(tokens):
         check_classes(op, "tokens", tokens, classes, ignore_index)
     divisors = None
     if isinstance(temperature, Tensor):
-        # Of ignored rows it may be anything.
-        divisors = temperature.detach().reshape(-1).to(accumulator_dtype(x.dtype)).masked_fill(is_ignored, 1)
-        _check_divisors(op, cast("Tensor", call.temperature), divisors.view(rows))
+        divisors = divisors_of(op, temperature, is_ignored, accumulator_dtype(x.dtype))
     settings = Settings(op, scale, softcap, ignore_index, outputs, call.inplace_backward, of_head, ranks)
     with torch.autocast(x.device.type, enabled=False):
         found = losses_of(settings, Rows.of(chosen, is_absent, divisors), x, head, bias)
@@ -293,17 +288,6 @@ def _check_logits(op: str, logits: Tensor, may_be_empty: bool) -> None:
         raise ValueError(f"{op}: logits has no axes, expected at least one, of the classes")
     if logits.shape[-1] == 0 and not may_be_empty:
         raise ValueError(f"{op}: logits has shape {shape_of(logits)}, expected at least one class")
-
-
-def _in_shape_of_rows(op: str, temperature: Tensor, rows: Sequence[int], of: str) -> Tensor:
-    """A temperature in the shape of the rows, whose last axes may be missing, and any may be 1."""
-    shape = [*temperature.shape, *[1] * (len(rows) - temperature.dim())]
-    if len(shape) != len(rows) or any(size not in (1, whole) for size, whole in zip(shape, rows)):
-        raise ValueError(
-            f"{op}: temperature has shape {shape_of(temperature)}, expected {list(rows)} (one per row of {of}), or "
-            "the first of these axes, each of its size or 1"
-        )
-    return temperature.view(shape).expand(rows)
 
 
 def _head_options(call: LogProbCall, hidden: Tensor, head: Tensor) -> HeadOptions:
@@ -339,15 +323,3 @@ def _check_tokens(op: str, tokens: Tensor, name: str, x: Tensor, rows: tuple[int
             f"{op}: tokens has shape {shape_of(tokens)}, expected {list(rows)} or [{several}] (one or K per row of "
             f"{name} {shape_of(x)})"
         )
-
-
-def _check_divisors(op: str, temperature: Tensor, divisors: Tensor) -> None:
-    """`divisors` are the temperatures in the shape of the rows, 1 for ignored ones."""
-    if not has_values(temperature):
-        return
-    is_wrong = ~((divisors > 0) & divisors.isfinite())
-    if is_wrong.any():
-        row = is_wrong.nonzero()[0].tolist()
-        index = [place if size > 1 else 0 for place, size in zip(row, temperature.shape)]
-        value = temperature[tuple(index)].item()
-        raise ValueError(f"{op}: temperature{index or ''} is {value}, expected {RANGES['scale'][2]}")

@@ -7,20 +7,29 @@ logit is
 
 so that a second pass over the logits needs numbers of the rows alone: both lse, and the centre. A constant in f'
 cancels.
+
+Of a teacher's top K the sum has K terms, or with the rest of both as one class K + 1. Outside of the K the gradient is
+s_v times one number of the row. No row of V numbers is made of such a teacher.
+
+Classes may be cut over ranks: an lse is merged, and the sums are added up, before anything depends on them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eaves._chunked.head import Tempering
+from eaves._chunked.head import OverRanks, Tempering
+from eaves._parallel.collectives import all_gather, all_reduce, group_of
 from eaves._torch.checks import accumulator_dtype
 
 Number = Tensor | float  # a Tensor has one for each row, [rows, 1]
+
+RESTS = ("class", "renormalize", "zero", "ignore")
 
 
 class Logits(NamedTuple):
@@ -36,11 +45,21 @@ class Logits(NamedTuple):
     kind: str = "logits"  # of a teacher also "log_probs", whose softmax they are, and "probs", u = log(values)
 
 
+class TopK(NamedTuple):
+    """Of a chunk, a teacher's likeliest tokens. A place without one has a token below 0 or a log-probability of -inf.
+    The temperature divides the log-probabilities, also the rest's, and what it makes of them sums to 1 again."""
+
+    tokens: Tensor  # [rows, K], int64, each token at most once in a row
+    log_probs: Tensor  # [rows, K]
+    rest: str  # one of RESTS
+
+
 class DivergenceSettings(NamedTuple):
     divergence: str  # a name in DIVERGENCES
     beta: float  # of "jsd", in ]0, 1[
     has_entropy: bool = False
     has_hard_loss: bool = False
+    over_ranks: OverRanks | None = None
 
 
 class RowStatistics(NamedTuple):
@@ -49,7 +68,7 @@ class RowStatistics(NamedTuple):
 
     divergence: Tensor
     lse: Tensor  # of the student
-    teacher_lse: Tensor
+    teacher_lse: Tensor | None  # None of a TopK
     centre: Tensor
     entropy: Tensor | None  # of the student, in nats
     hard_lse: Tensor | None  # of the student at temperature 1
@@ -66,27 +85,39 @@ class RowFactors(NamedTuple):
 
 
 def statistics(
-    student: Logits, teacher: Logits, temperature: Number, settings: DivergenceSettings, targets: Tensor | None
+    student: Logits, teacher: Logits | TopK, temperature: Number, settings: DivergenceSettings, targets: Tensor | None
 ) -> RowStatistics:
     """`targets` are the classes of the hard loss, [rows], int64."""
-    log_s, lse = _log_probs(student, temperature)
-    log_t, teacher_lse = _log_probs(teacher, temperature, log_s.dtype)
-    entropy = -_weighted_(log_s.clone(), log_s.exp()).sum(1) if settings.has_entropy else None
-    divergence, weighted, _ = DIVERGENCES[settings.divergence](log_s, log_t, settings.beta)
-    # sum t is 1 but for roundings, which would be there of two equal distributions.
-    centre = lse.new_full(lse.shape[:1], -1.0) if settings.divergence == "forward" else weighted.sum(1)
-    del log_s, log_t, weighted
-    hard_lse = hard_loss = None
+    over_ranks = settings.over_ranks
+    log_s, lse = _log_probs(student, temperature, over_ranks)
+    entropy = hard_lse = hard_loss = teacher_lse = None
+    if settings.has_entropy:
+        entropy = _summed(-_weighted_(log_s.clone(), log_s.exp()).sum(1), over_ranks)
+    if isinstance(teacher, TopK):
+        del log_s
+        terms = _terms_of_top_k(student, teacher, temperature, settings, lse)
+        divergence, centre = terms.divergence, terms.centre
+    else:
+        log_t, teacher_lse = _log_probs(teacher, temperature, over_ranks, log_s.dtype)
+        of_classes, weighted, _ = DIVERGENCES[settings.divergence](log_s, log_t, settings.beta)
+        divergence = _summed(of_classes, over_ranks).clamp_(min=0)
+        if settings.divergence == "forward":
+            # sum t is 1 but for roundings, which would be there of two equal distributions.
+            centre = lse.new_full(lse.shape[:1], -1.0)
+        else:
+            centre = _summed(weighted.sum(1), over_ranks)
+        del log_s, log_t, weighted
     if settings.has_hard_loss:
         assert targets is not None
-        hard_log_s, hard_lse = _log_probs(student, 1.0)
-        hard_loss = -hard_log_s.gather(1, targets.unsqueeze(1)).squeeze(1)
-    return RowStatistics(divergence.clamp_(min=0), lse, teacher_lse, centre, entropy, hard_lse, hard_loss)
+        hard_log_s, hard_lse = _log_probs(student, 1.0, over_ranks)
+        places, is_here = _places(targets.unsqueeze(1), hard_log_s, over_ranks)
+        hard_loss = _summed(-_gathered(hard_log_s, places).where(is_here, 0).squeeze(1), over_ranks)
+    return RowStatistics(divergence, lse, teacher_lse, centre, entropy, hard_lse, hard_loss)
 
 
 def write_gradient(
     student: Logits,
-    teacher: Logits,
+    teacher: Logits | TopK,
     temperature: Number,
     settings: DivergenceSettings,
     of_rows: RowStatistics,
@@ -94,30 +125,44 @@ def write_gradient(
     upstream: RowFactors,
     out: Tensor,
 ) -> None:
-    """Writes the gradient of the student's `values`, rounded once to the dtype of `out`, [rows, V]. That may be the
-    memory of `student.values`, of which row r of `out` lies in row r."""
-    log_s, _ = _log_probs(student, temperature, lse=of_rows.lse)
-    if upstream.divergence is not None:
-        log_t, _ = _log_probs(teacher, temperature, log_s.dtype, of_rows.teacher_lse)
-        _, grad, s = DIVERGENCES[settings.divergence](log_s, log_t, settings.beta)
-        del log_s, log_t
-        grad.addcmul_(s, of_rows.centre.unsqueeze(1), value=-1).mul_(upstream.divergence)
-        if upstream.lse is not None:
-            grad.add_(s.mul_(upstream.lse))
+    """Writes the gradient of the student's `values`, rounded once to the dtype of `out`, [rows, V], which may be
+    `student.values`."""
+    over_ranks = settings.over_ranks
+    log_s, _ = _log_probs(student, temperature, over_ranks, lse=of_rows.lse)
+    if upstream.divergence is None:
+        s = log_s.exp_()
+        grad = torch.zeros_like(s)
+    elif isinstance(teacher, TopK):
+        s = log_s.exp_()
+        terms = _terms_of_top_k(student, teacher, temperature, settings, of_rows.lse)
+        grad = s * terms.outside.unsqueeze(1)
+        _scatter_(grad, teacher, terms, over_ranks)
+        grad.mul_(upstream.divergence)
     else:
-        grad = log_s.exp_().mul_(0.0 if upstream.lse is None else upstream.lse)
-        del log_s
+        log_t, _ = _log_probs(teacher, temperature, over_ranks, log_s.dtype, of_rows.teacher_lse)
+        _, grad, s = DIVERGENCES[settings.divergence](log_s, log_t, settings.beta)
+        del log_t
+        grad.addcmul_(s, of_rows.centre.unsqueeze(1), value=-1).mul_(upstream.divergence)
+    del log_s
+    if upstream.lse is not None:
+        grad.add_(s.mul_(upstream.lse))
     if upstream.entropy is not None:
         assert of_rows.entropy is not None
-        log_s, _ = _log_probs(student, temperature, lse=of_rows.lse)
+        del s
+        log_s, _ = _log_probs(student, temperature, over_ranks, lse=of_rows.lse)
         s = log_s.exp()
         grad.sub_(_weighted_(log_s.add_(of_rows.entropy.unsqueeze(1)), s).mul_(upstream.entropy))
+        del log_s
+    del s
     grad.mul_(_slope(student, temperature))
     if upstream.hard_loss is not None:
         assert targets is not None and of_rows.hard_loss is not None
-        hard = _log_probs(student, 1.0, lse=of_rows.hard_lse)[0].exp_()
+        hard = _log_probs(student, 1.0, over_ranks, lse=of_rows.hard_lse)[0].exp_()
         # At the target p - 1, in which nothing cancels.
-        hard.scatter_(1, targets.unsqueeze(1), torch.expm1(-of_rows.hard_loss).unsqueeze(1))
+        places, is_here = _places(targets.unsqueeze(1), hard, over_ranks)
+        if hard.shape[1]:
+            exact = torch.expm1(-of_rows.hard_loss).unsqueeze(1)
+            hard.scatter_(1, places, torch.where(is_here, exact, hard.gather(1, places)))
         grad.add_(hard.mul_(_slope(student, 1.0)).mul_(upstream.hard_loss))
     out.copy_(grad)
 
@@ -136,7 +181,11 @@ def _slope(logits: Logits, temperature: Number) -> Number:
 
 
 def _log_probs(
-    logits: Logits, temperature: Number, dtype: torch.dtype | None = None, lse: Tensor | None = None
+    logits: Logits,
+    temperature: Number,
+    over_ranks: OverRanks | None,
+    dtype: torch.dtype | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(z), in memory of its own, and the lse of z, which is computed where it is not given."""
     z = logits.values.to(dtype or accumulator_dtype(logits.values.dtype), copy=True)
@@ -146,13 +195,33 @@ def _log_probs(
         z.add_(logits.bias)
     _tempering(logits, temperature).apply_(z)
     if lse is None:
-        largest = z.amax(1, keepdim=True)
-        z.sub_(largest)
-        log_sum = z.exp().sum(1, keepdim=True).log_()
+        largest = z.amax(1, keepdim=True) if z.shape[1] else z.new_full((z.shape[0], 1), -math.inf)
+        log_sum = (z - largest.masked_fill(largest == -math.inf, 0)).exp_().sum(1, keepdim=True).log_()
         lse = torch.cat([largest, log_sum], 1)
-    else:
-        z.sub_(lse[:, :1])
-    return z.sub_(lse[:, 1:]), lse
+        if over_ranks is not None:
+            lse = _merged(lse, over_ranks)
+    return z.sub_(lse[:, :1]).sub_(lse[:, 1:]), lse
+
+
+def _merged(lse: Tensor, over_ranks: OverRanks) -> Tensor:
+    of_ranks = all_gather(lse, group_of(over_ranks.shard)).wait()
+    largest = of_ranks[..., :1].amax(0)
+    return torch.cat([largest, torch.logsumexp(of_ranks[..., :1] - largest + of_ranks[..., 1:], 0)], 1)
+
+
+def _summed(of_shard: Tensor, over_ranks: OverRanks | None) -> Tensor:
+    return of_shard if over_ranks is None else all_reduce(of_shard.contiguous(), group_of(over_ranks.shard)).wait()
+
+
+def _places(tokens: Tensor, z: Tensor, over_ranks: OverRanks | None) -> tuple[Tensor, Tensor]:
+    """Where the columns of z have the tokens, and which of them are there; of the others another place."""
+    own = tokens if over_ranks is None else tokens - over_ranks.place.first_class
+    places = own.clamp(0, max(0, z.shape[1] - 1))
+    return places, (places == own) & (own < z.shape[1])
+
+
+def _gathered(z: Tensor, places: Tensor) -> Tensor:
+    return z.gather(1, places) if z.shape[1] else z.new_zeros(places.shape)
 
 
 def _weighted_(number: Tensor, p: Tensor) -> Tensor:
@@ -200,3 +269,86 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, T
     "jsd": _jsd,
     "total_variation": _total_variation,
 }
+
+
+# --------------------------------------------------------------------------------------------------- a teacher's top K
+
+
+class _TermsOfTopK(NamedTuple):
+    """The same on all ranks."""
+
+    divergence: Tensor  # [rows]
+    centre: Tensor  # [rows]
+    outside: Tensor  # [rows], of a class outside of the K: its gradient divided by s_v
+    gradient: Tensor  # [rows, K]
+    is_listed: Tensor  # [rows, K]
+
+
+def _terms_of_top_k(
+    student: Logits, teacher: TopK, temperature: Number, settings: DivergenceSettings, lse: Tensor
+) -> _TermsOfTopK:
+    is_listed = (teacher.tokens >= 0) & (teacher.log_probs != -math.inf)
+    log_s = _log_probs_of_tokens(student, teacher, temperature, settings.over_ranks, lse)
+    log_s = log_s.where(is_listed, -math.inf)
+    log_t = teacher.log_probs.to(log_s.dtype).where(is_listed, -math.inf)
+    rest_of_s, rest_of_t = _log_rest(log_s), torch.full_like(lse[:, :1], -math.inf)
+    if teacher.rest in ("class", "ignore"):
+        rest_of_t = _log_rest(log_t)
+    # Without a token there is nothing to normalise.
+    log_t = torch.cat([log_t, rest_of_t], 1)
+    log_t = torch.log_softmax(log_t / temperature, 1).where((log_t != -math.inf).any(1, keepdim=True), -math.inf)
+    if teacher.rest == "renormalize":
+        log_s = torch.log_softmax(log_s, 1).where(is_listed, -math.inf)
+    if teacher.rest in ("class", "zero"):
+        log_s = torch.cat([log_s, rest_of_s], 1)
+    else:
+        log_t = log_t[:, :-1].contiguous()
+    divergence, weighted, s = DIVERGENCES[settings.divergence](log_s, log_t, settings.beta)
+    if teacher.rest == "ignore":
+        if settings.divergence == "reverse":
+            weighted += s  # the constant in f', which cancels where s sums to 1
+    else:
+        divergence.clamp_(min=0)
+    centre, tokens = weighted.sum(1), is_listed.shape[1]
+    if teacher.rest == "renormalize":
+        outside = torch.zeros_like(centre)
+    elif teacher.rest == "ignore":
+        outside = -centre
+    else:
+        outside = weighted[:, -1] / s[:, -1] - centre
+    gradient = torch.addcmul(weighted, s, centre.unsqueeze(1), value=-1)[:, :tokens]
+    return _TermsOfTopK(divergence, centre, outside, gradient, is_listed)
+
+
+def _log_probs_of_tokens(
+    student: Logits, teacher: TopK, temperature: Number, over_ranks: OverRanks | None, lse: Tensor
+) -> Tensor:
+    """[rows, K]; of a token that no rank has NaN."""
+    places, is_here = _places(teacher.tokens, student.values, over_ranks)
+    z = _gathered(student.values, places)
+    if student.bias is not None:
+        z = z + _gathered(student.bias.unsqueeze(0).expand(z.shape[0], -1), places)
+    z = _tempering(student, temperature).apply_(z)
+    if over_ranks is not None:  # one rank has it, so that the sum is exact
+        z = _summed(z.where(is_here, 0), over_ranks)
+        is_here = (teacher.tokens >= 0) & (teacher.tokens < over_ranks.place.classes)
+    return z.where(is_here, math.nan).sub_(lse[:, :1]).sub_(lse[:, 1:])
+
+
+def _log_rest(log_p: Tensor) -> Tensor:
+    """The logarithm of the mass that the tokens leave, [rows, 1]; the least is what a sum of their dtype resolves."""
+    rest = 1 - log_p.exp().sum(1, keepdim=True)
+    return rest.clamp_(min=torch.finfo(log_p.dtype).eps).log_()
+
+
+def _scatter_(grad: Tensor, teacher: TopK, terms: _TermsOfTopK, over_ranks: OverRanks | None) -> None:
+    """Writes the gradient of the tokens, as far as the columns of grad have them."""
+    if grad.shape[1] == 0:
+        return
+    places, is_here = _places(teacher.tokens, grad, over_ranks)
+    is_here &= terms.is_listed
+    # A token that is not there writes what one does that is, or what is there.
+    first = is_here.to(torch.int8).argmax(1, keepdim=True)
+    places = torch.where(is_here, places, places.gather(1, first))
+    of_first = torch.where(is_here, terms.gradient, grad.gather(1, places)).gather(1, first)
+    grad.scatter_(1, places, torch.where(is_here, terms.gradient, of_first))

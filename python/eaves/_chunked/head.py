@@ -14,8 +14,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eaves._parallel.collectives import all_reduce, group_of
+from eaves._parallel.shard import Place, ShardArguments, dtype_of_parts
 from eaves._torch.checks import accumulator_dtype
 from eaves._torch.head import Product
+from eaves._torch.rows import has_values
+
+
+class OverRanks(NamedTuple):
+    """Of classes that are cut over ranks."""
+
+    shard: ShardArguments
+    place: Place
 
 
 class ChunkSizes(NamedTuple):
@@ -53,6 +63,13 @@ def chunks_of(rows: Sequence[Tensor], size: int) -> Iterator[tuple[slice, Tensor
             part = matrix[begin : begin + max(1, size)]
             yield slice(first + begin, first + begin + part.shape[0]), part
         first += matrix.shape[0]
+
+
+def skips_ignored(x: Tensor, skip_ignored: bool) -> bool:
+    """Are rows that are ignored left out before the product? Counting them waits for a GPU, and a CUDA graph cannot."""
+    if not x.is_cuda:
+        return has_values(x)
+    return skip_ignored and not torch.cuda.is_current_stream_capturing()
 
 
 def counted(rows: Tensor, counts: Tensor | None) -> Tensor:
@@ -139,6 +156,14 @@ def add_gradients(grad: Tensor, product: Product, gradients: Sequence[Tensor | N
                 grad_head[classes].addmm_(of_classes.t(), x)
             elif grad_head is not None:
                 grad_head[classes].add_(torch.mm(of_classes.t(), x))
+
+
+def sum_over_ranks(part: Tensor, dtype: torch.dtype, over_ranks: OverRanks | None) -> Tensor:
+    """The gradient of hidden states, of this `dtype`, from the ranks' parts of it."""
+    if over_ranks is None or not over_ranks.shard.reduce_input_grad:
+        return part
+    shard = over_ranks.shard
+    return all_reduce(part.to(dtype_of_parts(shard, dtype)), group_of(shard)).wait()
 
 
 def _blocks(head: Tensor, block: int) -> Iterator[slice]:

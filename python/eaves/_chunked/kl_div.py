@@ -1,138 +1,290 @@
-"""linear_kl_div: the KL divergence of two heads, a student's and a teacher's, in chunks of rows (head.py).
+"""linear_kl_div: the divergence of two distributions over the classes, a student's head and a teacher's, in chunks of
+rows (head.py, divergence.py).
 
 Gradients are computed in the forward, for an upstream gradient of 1, added up in float32 over the chunks, and rounded
-once, in the backward, when the upstream gradient has multiplied them. Where each row has its own upstream gradient, and
-in a second backward, the backward computes each chunk again.
+once, in the backward, when the upstream gradient has multiplied them. Where each row has its own upstream gradient,
+where one of the outputs beside the loss has one, and in a second backward, the backward computes each chunk again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from eaves._chunked.divergence import DivergenceSettings, Logits, RowFactors, statistics, write_gradient
-from eaves._chunked.head import add_gradients, counted, logits_of
+from eaves._chunked.divergence import (
+    DivergenceSettings,
+    Logits,
+    Number,
+    RowFactors,
+    RowStatistics,
+    TopK,
+    statistics,
+    write_gradient,
+)
+from eaves._chunked.head import add_gradients, counted, logits_of, sum_over_ranks
 from eaves._torch.checks import accumulator_dtype, given
 from eaves._torch.head import Product, refuse_zero3
-from eaves._torch.operator import call, gradients_of
+from eaves._torch.operator import apply, call, gradients_of
 from eaves._torch.outputs import NONE
+from eaves._torch.transforms import needs_autograd
 
 _rescale = torch.ops.eaves.cross_entropy_rescale.default
 
 OP = "linear_kl_div"
 
 
+class Rows(NamedTuple):
+    """Of each row, or of those of a chunk; None: all are alike."""
+
+    counts: Tensor | None  # [rows, 1], bool
+    kept: Tensor | None  # which rows are computed, where the others do not count: the indices; None: all
+    temperature: Tensor | None  # [rows, 1], in the dtype of sums; 1 of rows that do not count
+    weight: Tensor | None  # [rows, 1], in the dtype of sums; 0 of rows that do not count
+    targets: Tensor | None  # [rows], int64; 0 of rows that do not count
+
+    def places(self, begin: int, end: int) -> Any:
+        return slice(begin, end) if self.kept is None else self.kept[begin:end]
+
+
 class Settings(NamedTuple):
     of_rows: DivergenceSettings
-    temperature: float
-    chunk: int  # rows
+    teacher: str  # "head", "top_k", or a kind of Logits
+    teacher_rest: str
+    scales: tuple[float, float]  # of student and teacher
+    softcaps: tuple[float | None, float | None]
+    temperature: float  # where rows have none of their own
+    hard_weight: float | None
+    mode: int  # the reduction
+    chunk: int  # rows whose logits there are at once
+    group: int  # rows whose gradient of logits there is at once, a multiple of `chunk`
     block: int  # classes of a head, or of its gradient, that are converted at once
+    grad_weight_out: Tensor | None
 
 
-# ------------------------------------------------------------------------------------------------------------- the call
+class Outputs(NamedTuple):
+    """[rows], 0 for rows that do not count; the loss may be the sum of them."""
+
+    loss: Tensor
+    divergence: Tensor
+    lse: Tensor
+    teacher_lse: Tensor | None
+    entropy: Tensor | None
+    hard_loss: Tensor | None
+
+
+def outputs_of(settings: Settings, student: Product, teacher: Sequence[Tensor | None], rows: Rows) -> Outputs:
+    """`teacher`: hidden states [rows, E], head and bias; or values of each class, [rows..., V]; or the top K tokens and
+    log-probabilities, [rows, K]."""
+    tensors = (*student, *[*teacher, None, None][:3], *rows)
+    if needs_autograd(*given(*student)):
+        return Outputs(*apply(OP, _Divergence, settings, *tensors))
+    return _compute(settings, tensors, (False, False, False))[0]
+
+
+# ------------------------------------------------------------------------------------------------------------ the loop
 
 
 def _compute(
-    student: Product,
-    teacher: Product,
-    counts: Tensor | None,
     settings: Settings,
-    wanted: tuple[bool, bool, bool],
-    factor: Tensor | None = None,
-) -> tuple[Tensor, list[Tensor | None]]:
-    """The divergences of the rows, and the gradients of the student's tensors that are wanted, in the dtype of sums, of
-    the rows' sum, or where there is a `factor`, [rows, 1], of its product with it."""
-    dtype = accumulator_dtype(student.hidden.dtype)
-    rows = student.hidden.shape[0]
-    divergences = student.hidden.new_empty(rows, dtype=dtype)
+    tensors: Sequence[Any],
+    wanted: Sequence[bool],
+    upstream: RowFactors | None = None,
+    grad_head: Tensor | None = None,
+) -> tuple[Outputs, list[Tensor | None]]:
+    """The outputs, and the gradients of the student's tensors that are wanted, in the dtype of sums: of the sum of the
+    rows' losses, or with the `upstream` gradients of the rows' statistics. That of the head is added to `grad_head`
+    where it is given."""
+    student, teacher, rows = Product(*tensors[:3]), tensors[3:6], Rows(*tensors[6:])
+    x, dtype = student.hidden, accumulator_dtype(student.hidden.dtype)
+    upstream = upstream or _of_loss(1.0, settings, rows)
     gradients = [
-        student.hidden.new_zeros(each.shape, dtype=dtype) if wants and each is not None else None
-        for each, wants in zip(student, wanted)
+        x.new_zeros(each.shape, dtype=dtype) if wants and each is not None and into is None else into
+        for each, wants, into in zip(student, wanted, (None, grad_head, None))
     ]
-    with torch.no_grad(), torch.autocast(student.hidden.device.type, enabled=False):
-        student, teacher = student.as_multiplied(), teacher.as_multiplied()
-        for begin in range(0, rows, max(1, settings.chunk)):
-            chunk = slice(begin, begin + settings.chunk)
-            of_rows = None if counts is None else counts[chunk]
-            of_student, of_teacher = (
-                each._replace(hidden=counted(each.hidden[chunk], of_rows)) for each in (student, teacher)
-            )
-            z, teacher_z = (Logits(logits_of(each, settings.block)) for each in (of_student, of_teacher))
-            found = statistics(z, teacher_z, settings.temperature, settings.of_rows, None)
-            divergences[chunk] = found.divergence
-            if any(wanted):
-                upstream = RowFactors(1.0 if factor is None else factor[chunk])
-                grad = z.values
-                if gradients[2] is None and grad.dtype != of_student.hidden.dtype:
-                    grad = grad.view(of_student.hidden.dtype)[:, : grad.shape[1]]
-                write_gradient(
-                    z, teacher_z, settings.temperature, settings.of_rows, found, None, upstream, grad
-                )  # fmt: skip
-                if of_rows is not None:
-                    grad.masked_fill_(~of_rows, 0)
-                grad_hidden, *others = gradients
-                of_chunk = None if grad_hidden is None else grad_hidden[chunk]
-                add_gradients(grad, of_student, (of_chunk, *others), settings.block)
-                del grad
-            del z, teacher_z  # before the next chunk
-        if counts is not None:
-            divergences.masked_fill_(~counts.squeeze(1), 0)
-    return divergences, gradients
+    found: list[Any] = [None] * len(RowStatistics._fields)
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        student = student.as_multiplied()
+        teacher = Product(*teacher).as_multiplied() if settings.teacher == "head" else teacher
+        # The gradient of a bias is a sum of numbers that are not rounded.
+        is_in_place = x.dtype == dtype or gradients[2] is not None
+        size = settings.chunk if is_in_place else settings.group
+        for begin, end in _slices(0, x.shape[0] if rows.kept is None else rows.kept.shape[0], size):
+            places = rows.places(begin, end)
+            group = student._replace(hidden=counted(x[places], _part(rows.counts, places)))
+            grad: Tensor | None = None
+            if any(wanted) and not is_in_place:
+                grad = x.new_empty((end - begin, student.head.shape[0]))
+            for first, last in _slices(begin, end, settings.chunk):
+                chunk, places = slice(first - begin, last - begin), rows.places(first, last)
+                both = _distributions(settings, group._replace(hidden=group.hidden[chunk]), teacher, rows, places)
+                targets = _part(rows.targets, places)
+                of_rows = statistics(*both, settings.of_rows, targets)
+                for index, numbers in enumerate(of_rows):
+                    if numbers is not None:
+                        if found[index] is None:
+                            found[index] = x.new_zeros((x.shape[0], *numbers.shape[1:]), dtype=dtype)
+                        found[index][places] = numbers
+                if any(wanted):
+                    out = both[0].values if grad is None else grad[chunk]
+                    factors = RowFactors(*[_part(each, places) for each in upstream])
+                    write_gradient(*both, settings.of_rows, of_rows, targets, factors, out)
+                    if rows.counts is not None:
+                        out.masked_fill_(~rows.counts[places], 0)
+                    grad = out if grad is None else grad
+                del both  # before the next chunk
+            if grad is not None:
+                _add_gradients(grad, group, gradients, rows.places(begin, end), settings.block)
+        if gradients[0] is not None:
+            gradients[0] = sum_over_ranks(gradients[0], x.dtype, settings.of_rows.over_ranks)
+        return _outputs(found, settings, rows, x), gradients
 
 
-def forward_only(*arguments: Any) -> Tensor:
-    """Without gradients, from the arguments of Divergence."""
-    *tensors, counts, settings, mode = arguments
-    divergences, _ = _compute(Product(*tensors[:3]), Product(*tensors[3:]), counts, settings, (False, False, False))
-    return divergences if mode == NONE else divergences.sum()
+def _slices(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    return ((first, min(first + size, end)) for first in range(begin, end, max(1, size)))
 
 
-class Divergence(torch.autograd.Function):
-    """The tensors of student and teacher, which rows count, the settings and the reduction -> the divergences of the
-    rows, or their sum."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, counts, ctx.settings, ctx.mode = arguments
-        ctx.save_for_backward(*tensors, counts)
-        wanted = (False, False, False) if ctx.mode == NONE else ctx.needs_input_grad[:3]
-        divergences, computed = _compute(Product(*tensors[:3]), Product(*tensors[3:]), counts, ctx.settings, wanted)
-        ctx.gradients = None if ctx.mode == NONE else computed
-        ctx.dtypes = [None if each is None else each.dtype for each in tensors[:3]]
-        ctx.is_of_zero3 = hasattr(tensors[1], "ds_id")
-        return divergences if ctx.mode == NONE else divergences.sum()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        gradients, ctx.gradients = ctx.gradients, None  # the caller may write over them
-        is_computed = gradients is not None and not torch.is_grad_enabled()
-        if is_computed and not (ctx.is_of_zero3 and ctx.needs_input_grad[1]):
-            return *_finished(gradients, upstream, ctx), *(None,) * 6
-        *tensors, counts = ctx.saved_tensors  # once: in a checkpoint they are computed for one reading
-        student, teacher = Product(*tensors[:3]), Product(*tensors[3:])
-        refuse_zero3(OP, head=student.head, bias=student.bias)
-        if is_computed:
-            return *_finished(gradients, upstream, ctx), *(None,) * 6
-
-        def compute() -> tuple[Tensor | None, ...]:
-            factor = upstream.unsqueeze(1) if ctx.mode == NONE else None
-            _, again = _compute(student, teacher, counts, ctx.settings, ctx.needs_input_grad[:3], factor)
-            return _finished(again, upstream, ctx)
-
-        return *gradients_of(OP, compute, *given(upstream, *student)), *(None,) * 6
+def _part(of_rows: Any, places: Any) -> Any:
+    return of_rows[places] if isinstance(of_rows, Tensor) else of_rows
 
 
-def _finished(gradients: list[Tensor | None], upstream: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
-    """Gradients from their sums, rounded once."""
-    return tuple(
-        None if gradient is None else _rounded(gradient, upstream, ctx.mode, dtype)
-        for gradient, dtype in zip(gradients, ctx.dtypes)
+def _distributions(
+    settings: Settings, student: Product, teacher: Any, rows: Rows, places: Any
+) -> tuple[Logits, Logits | TopK, Number]:
+    """Of a chunk. Rows of the teacher that do not count may hold anything: no sum over rows has them."""
+    (scale, teacher_scale), (softcap, teacher_softcap) = settings.scales, settings.softcaps
+    z = Logits(logits_of(student._replace(bias=None), settings.block), student.bias, scale, softcap)
+    of_teacher: Logits | TopK
+    if settings.teacher == "head":
+        product = teacher._replace(hidden=teacher.hidden[places], bias=None)
+        of_teacher = Logits(logits_of(product, settings.block), teacher.bias, teacher_scale, teacher_softcap)
+    elif settings.teacher == "top_k":
+        of_teacher = TopK(teacher[0][places], teacher[1][places], settings.teacher_rest)
+    else:
+        values = _rows_of(teacher[0], places)
+        of_teacher = Logits(values, None, teacher_scale, teacher_softcap, settings.teacher)
+    return z, of_teacher, settings.temperature if rows.temperature is None else rows.temperature[places]
+
+
+def _rows_of(values: Tensor, places: Any) -> Tensor:
+    """Rows of [rows..., V], of which no more is copied."""
+    if values.dim() == 2:
+        found = values[places]
+    else:
+        indices = torch.arange(places.start, places.stop, device=values.device) if isinstance(places, slice) else places
+        found = values[torch.unravel_index(indices, values.shape[:-1])]
+    return found if found.stride(1) == 1 else found.contiguous()
+
+
+def _add_gradients(grad: Tensor, group: Product, gradients: list[Tensor | None], places: Any, block: int) -> None:
+    grad_hidden, *others = gradients
+    if grad_hidden is None or isinstance(places, slice):
+        add_gradients(grad, group, (None if grad_hidden is None else grad_hidden[places], *others), block)
+        return
+    of_group = grad_hidden.new_zeros(group.hidden.shape)
+    add_gradients(grad, group, (of_group, *others), block)
+    grad_hidden[places] = of_group
+
+
+def _outputs(found: list[Tensor | None], settings: Settings, rows: Rows, x: Tensor) -> Outputs:
+    """From the statistics of all rows."""
+    empty = x.new_zeros(x.shape[0], dtype=accumulator_dtype(x.dtype))
+    numbers = [empty if each is None else each.sum(1) if each.dim() == 2 else each for each in found]
+    if rows.counts is not None:
+        numbers = [each.masked_fill(~rows.counts.squeeze(1), 0) for each in numbers]
+    divergence, lse, teacher_lse, _, entropy, _, hard_loss = numbers
+    loss = divergence if settings.hard_weight is None else divergence + settings.hard_weight * hard_loss
+    if rows.weight is not None:
+        loss = loss * rows.weight.squeeze(1)
+    has_hard_loss, has_entropy = settings.of_rows.has_hard_loss, settings.of_rows.has_entropy
+    return Outputs(
+        loss.clone() if settings.mode == NONE else loss.sum(), divergence, lse,
+        None if settings.teacher == "top_k" else teacher_lse, entropy if has_entropy else None,
+        hard_loss if has_hard_loss else None,
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------- the gradients
+
+
+def _of_loss(upstream: Number, settings: Settings, rows: Rows) -> RowFactors:
+    """The upstream gradients of the rows' statistics from that of each row's loss."""
+    of_rows = upstream if rows.weight is None else upstream * rows.weight
+    return RowFactors(of_rows, hard_loss=None if settings.hard_weight is None else settings.hard_weight * of_rows)
+
+
+def _upstream_of(grads: Sequence[Tensor | None], settings: Settings, rows: Rows, count: int) -> RowFactors:
+    """The same from the upstream gradients of the outputs, of which the loss may be one number of all rows."""
+    of_loss, divergence, lse, _, entropy, hard_loss = (
+        None if each is None else each.reshape(-1, 1).expand(count, 1) for each in grads
+    )
+    found = RowFactors(None) if of_loss is None else _of_loss(of_loss, settings, rows)
+    return RowFactors(
+        *[
+            each if other is None else other if each is None else each + other
+            for each, other in zip(found, (divergence, lse, entropy, hard_loss))
+        ]
     )
 
 
-def _rounded(gradient: Tensor, upstream: Tensor, mode: int, dtype: torch.dtype) -> Tensor:
-    if mode != NONE:
-        call(OP, _rescale, gradient, upstream, -1)  # zeros of rows that do not count stay, whatever came
-    return gradient.to(dtype)
+class _Divergence(torch.autograd.Function):
+    """The settings, the tensors of student, teacher and rows -> Outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, settings: Settings, *tensors: Any) -> Outputs:
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        ctx.settings, is_computed = settings, settings.mode != NONE
+        wanted = ctx.needs_input_grad[1:4] if is_computed else (False, False, False)
+        found, computed = _compute(settings, tensors, wanted)
+        ctx.gradients = computed if is_computed else None
+        ctx.dtypes = [None if each is None else each.dtype for each in tensors[:3]]
+        ctx.is_of_zero3 = hasattr(tensors[1], "ds_id")
+        if found.teacher_lse is not None:
+            ctx.mark_non_differentiable(found.teacher_lse)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        settings: Settings = ctx.settings
+        out, wanted = settings.grad_weight_out, ctx.needs_input_grad[1:4]
+        others = (None,) * 8
+        if not given(*grads):
+            return None, None, None, None, *others
+        if out is not None and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{OP}: with grad_weight_out the gradient has no derivative (create_graph=True); leave it out"
+            )
+        gradients, ctx.gradients = ctx.gradients, None  # the caller may write over them
+        of_loss_alone = settings.mode != NONE and not given(*grads[1:])
+        is_computed = gradients is not None and not torch.is_grad_enabled() and of_loss_alone
+        if is_computed and not (ctx.is_of_zero3 and wanted[1]):
+            return None, *_finished(gradients, grads[0], ctx), *others
+        tensors = ctx.saved_tensors  # once: in a checkpoint they are computed for one reading
+        refuse_zero3(OP, head=tensors[1], bias=tensors[2])
+        if is_computed:
+            return None, *_finished(gradients, grads[0], ctx), *others
+
+        def compute() -> tuple[Tensor | None, ...]:
+            if of_loss_alone:  # the same bits again
+                return _finished(_compute(settings, tensors, wanted)[1], grads[0], ctx)
+            upstream = _upstream_of(grads, settings, Rows(*tensors[6:]), tensors[0].shape[0])
+            _, again = _compute(settings, tensors, wanted, upstream, out if wanted[1] else None)
+            return _finished(again, None, ctx)
+
+        return None, *gradients_of(OP, compute, *given(*grads, *tensors[:3])), *others
+
+
+def _finished(gradients: list[Tensor | None], upstream: Tensor | None, ctx: Any) -> tuple[Tensor | None, ...]:
+    """Gradients from their sums, multiplied by an upstream gradient where it is given, and rounded once."""
+    out = ctx.settings.grad_weight_out
+    if upstream is not None:
+        for each in given(*gradients):
+            call(OP, _rescale, each, upstream, -1)  # zeros of rows that do not count stay, whatever came
+    if out is not None and gradients[1] is not None:
+        if upstream is not None:
+            out.add_(gradients[1])
+        gradients[1] = None
+    return tuple(None if each is None else each.to(dtype) for each, dtype in zip(gradients, ctx.dtypes))

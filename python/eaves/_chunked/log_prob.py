@@ -18,9 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eaves._chunked.head import Tempering, add_gradients, chunk_sizes, chunks_of, counted, logits_of, matrices
+from eaves._chunked.head import (
+    OverRanks,
+    Tempering,
+    add_gradients,
+    chunk_sizes,
+    chunks_of,
+    counted,
+    logits_of,
+    matrices,
+    skips_ignored,
+    sum_over_ranks,
+)
 from eaves._parallel.collectives import all_gather, all_reduce, group_of
-from eaves._parallel.shard import Place, ShardArguments, dtype_of_parts
 from eaves._parallel.statistics import gather_statistics, merge, no_statistics, statistics_of
 from eaves._torch.checks import accumulator_dtype, given
 from eaves._torch.head import Product, refuse_zero3, workspace_of
@@ -66,13 +76,6 @@ class HeadOptions(NamedTuple):
     grad_weight_out: Tensor | None = None
 
 
-class OverRanks(NamedTuple):
-    """Of classes that are cut over ranks."""
-
-    shard: ShardArguments
-    place: Place
-
-
 class Settings(NamedTuple):
     op: str
     scale: float  # both divided by the temperature where that is a number
@@ -84,30 +87,18 @@ class Settings(NamedTuple):
     over_ranks: OverRanks | None = None
 
 
-def has_values(tensor: Tensor) -> bool:
-    """Are they there to be looked at, without waiting for a device?"""
-    return tensor.device.type == "cpu" and type(tensor) in (Tensor, torch.nn.Parameter)
-
-
 def losses_of(
     settings: Settings, rows: Rows, x: Tensor, head: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, ...]:
     """-log_prob of each token, [rows, K], and behind it the outputs that the settings name, [rows]. Without a head x
     are logits, [..., V], else hidden states, [rows, D]."""
-    if head is None or not _skips_ignored(settings, x):
+    if head is None or not skips_ignored(x, settings.of_head.skip_ignored):
         return _apply(settings, rows, x, head, bias)
     counts = (~rows.is_ignored).nonzero().squeeze(1)
     if counts.shape[0] == x.shape[0]:
         return _apply(settings, rows, x, head, bias)
     found = _apply(settings, rows.part(counts), x[counts], head, bias)
     return tuple(each.new_zeros(x.shape[0], *each.shape[1:]).index_copy(0, counts, each) for each in found)
-
-
-def _skips_ignored(settings: Settings, x: Tensor) -> bool:
-    """Are rows that are ignored left out before the product? Counting them waits for a GPU, and a CUDA graph cannot."""
-    if not x.is_cuda:
-        return has_values(x)
-    return settings.of_head.skip_ignored and not torch.cuda.is_current_stream_capturing()
 
 
 def _apply(settings: Settings, rows: Rows, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -344,21 +335,13 @@ def _gradients(
         grad_part = None if grad_hidden is None else torch.zeros_like(part, dtype=sums)
         add_gradients(z, of_chunk, (grad_part, grad_head, grad_bias), block)
         if grad_hidden is not None and grad_part is not None:
-            grad_hidden[chunk] = _sum_over_ranks(grad_part, x.dtype, settings)
+            grad_hidden[chunk] = sum_over_ranks(grad_part, x.dtype, settings.over_ranks)
         del z  # before the next chunk
     return (
         grad_hidden,
         None if grad_head is None or out is not None else grad_head.to(head.dtype),
         None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
     )
-
-
-def _sum_over_ranks(part: Tensor, dtype: torch.dtype, settings: Settings) -> Tensor:
-    """Of a chunk's gradient of hidden states."""
-    if settings.over_ranks is None or not settings.over_ranks.shard.reduce_input_grad:
-        return part
-    shard = settings.over_ranks.shard
-    return all_reduce(part.to(dtype_of_parts(shard, dtype)), group_of(shard)).wait()
 
 
 def _of(chunk: slice, of_rows: Tensor | None) -> Tensor | None:

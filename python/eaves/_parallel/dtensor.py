@@ -83,18 +83,18 @@ def local_rows(op: str, name: str, tensor: Any, head: Local, is_summed: bool = F
     return local
 
 
-def local_targets(op: str, targets: Any, cut: Local, class_axis: int = -1) -> Any:
+def local_targets(op: str, targets: Any, cut: Local, class_axis: int = -1, name: str = "targets") -> Any:
     """The classes of all rows, or the probabilities of this rank's classes, without a collective."""
     if not is_distributed(targets) or not targets.is_floating_point():
-        return local_rows(op, "targets", targets, cut)
+        return local_rows(op, name, targets, cut)
     from torch.distributed.tensor import Shard as Cut
 
-    _check_mesh(op, "targets", targets, cut)
+    _check_mesh(op, name, targets, cut)
     placements = list(targets.placements)
     placement, of_classes = placements[cut.axis], Cut(class_axis % max(1, targets.dim()))
     if placement != of_classes and not placement.is_replicate():
         raise NotImplementedError(
-            said(op, f"`targets` is a DTensor of probabilities with the placements {list(map(str, placements))}, ")
+            said(op, f"`{name}` is a DTensor of probabilities with the placements {list(map(str, placements))}, ")
             + "expected its classes whole, or cut as the head's"
         )
     placements[cut.axis] = of_classes

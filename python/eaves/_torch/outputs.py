@@ -12,7 +12,7 @@ from eaves._arguments import MEAN as MEAN
 from eaves._arguments import NONE as NONE
 from eaves._arguments import REDUCTIONS as REDUCTIONS
 from eaves._arguments import SUM as SUM
-from eaves._arguments import CrossEntropyOutputs, LogProbOutputs, named_outputs
+from eaves._arguments import CrossEntropyOutputs, KlDivOutputs, LogProbOutputs, named_outputs
 from eaves._torch.checks import accumulator_dtype
 
 REDUCTION_NAMES = {mode: name for name, mode in REDUCTIONS.items()}
@@ -39,6 +39,11 @@ class CrossEntropyOutput(CrossEntropyOutputs[Tensor], Protocol):
 class LogProbOutput(LogProbOutputs[Tensor], Protocol):
     """The named tuple that eaves.log_prob and eaves.linear_log_prob return with `outputs`: the log-probabilities, then
     these outputs in the order of their names. For annotations, as CrossEntropyOutput."""
+
+
+class KlDivOutput(KlDivOutputs[Tensor], Protocol):
+    """The named tuple that eaves.linear_kl_div returns with `outputs`: the loss, then these outputs in the order of
+    their names. For annotations, as CrossEntropyOutput."""
 
 
 def kept_for_backward(wanted: int, mode: int, needs_target_mass: bool) -> int:

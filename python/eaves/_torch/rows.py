@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import torch
 from torch import Tensor
@@ -21,6 +22,16 @@ def divisor_of(weights: Tensor, counts: Tensor | None, dtype: torch.dtype) -> Te
     weights neither a mean nor its gradient is a number."""
     total = (weights if counts is None else weights.masked_fill(~counts, 0)).sum(-1, dtype=torch.float64).to(dtype)
     return total.masked_fill(total.isinf(), math.nan)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Are they there to be looked at, without waiting for a device?"""
+    return tensor.device.type == "cpu" and type(tensor) in (Tensor, torch.nn.Parameter)
+
+
+def are_checked(classes: Tensor) -> bool:
+    """Are they looked at, as the core does? On the CPU, and on a GPU where the environment says so."""
+    return has_values(classes) or (classes.is_cuda and os.environ.get("EAVES_CHECK_TARGETS", "") not in ("", "0"))
 
 
 def check_classes(op: str, name: str, target: Tensor, classes: int, ignore_index: int) -> None:

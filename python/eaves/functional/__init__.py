@@ -3,6 +3,7 @@
 from eaves._parallel.shard import Shard as Shard
 from eaves._torch.library import __version__ as __version__
 from eaves._torch.outputs import CrossEntropyOutput as CrossEntropyOutput
+from eaves._torch.outputs import KlDivOutput as KlDivOutput
 from eaves._torch.outputs import LogProbOutput as LogProbOutput
 from eaves.functional.cross_entropy import CrossEntropyLoss as CrossEntropyLoss
 from eaves.functional.cross_entropy import cross_entropy as cross_entropy

@@ -2,58 +2,144 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, overload
+
 import torch
 from torch import Tensor
 
-from eaves._arguments import answers_missing, refuse_unknown
-from eaves._calls.linear_kl_div import KlDivCall, divergence_of
+from eaves._arguments import answers_missing
+from eaves._calls.kl_div_arguments import KlDivCall
+from eaves._calls.linear_kl_div import divergence_of
+from eaves._parallel.dtensor import refuse_unknown
+from eaves._torch.outputs import KlDivOutput
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from typing_extensions import TypedDict, Unpack
+
+    from eaves._parallel.shard import Shard
+
+    class _Keywords(TypedDict, total=False):
+        teacher_logits: Tensor | None
+        teacher_log_probs: Tensor | None
+        teacher_probs: Tensor | None
+        teacher_tokens: Tensor | None
+        teacher_rest: str
+        targets: Tensor | None
+        bias: Tensor | None
+        teacher_bias: Tensor | None
+        scale: float | None
+        softcap: float | None
+        teacher_scale: float | None
+        teacher_softcap: float | None
+        temperature: Tensor | float | None
+        row_weight: Tensor | None
+        skip_ignored: bool
+        ignore_index: int
+        reduction: str
+        normalizer: Tensor | float | None
+        divergence: str
+        beta: float
+        hard_weight: float | None
+        group: ProcessGroup | Shard | None
+        classes: int | None
+        grad_weight_out: Tensor | None
+        workspace_bytes: int | None
+
+
+@overload
+def linear_kl_div(  # type: ignore[overload-overlap]  # () is a sequence of names too
+    hidden: Tensor,
+    head: Tensor | torch.nn.Linear,
+    teacher_hidden: Tensor | None = None,
+    teacher_head: Tensor | torch.nn.Linear | None = None,
+    *,
+    outputs: tuple[()] = (),
+    **keywords: Unpack[_Keywords],
+) -> Tensor: ...
+
+
+@overload
+def linear_kl_div(
+    hidden: Tensor,
+    head: Tensor | torch.nn.Linear,
+    teacher_hidden: Tensor | None = None,
+    teacher_head: Tensor | torch.nn.Linear | None = None,
+    *,
+    outputs: str | Sequence[str],
+    **keywords: Unpack[_Keywords],
+) -> KlDivOutput: ...
 
 
 @answers_missing
 def linear_kl_div(
     hidden: Tensor,
     head: Tensor | torch.nn.Linear,
-    teacher_hidden: Tensor,
-    teacher_head: Tensor | torch.nn.Linear,
+    teacher_hidden: Tensor | None = None,
+    teacher_head: Tensor | torch.nn.Linear | None = None,
     *,
+    teacher_logits: Tensor | None = None,
+    teacher_log_probs: Tensor | None = None,
+    teacher_probs: Tensor | None = None,
+    teacher_tokens: Tensor | None = None,
+    teacher_rest: str = "class",
     targets: Tensor | None = None,
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
-    divergence: str = "forward",
-    beta: float = 0.5,
-    temperature: float | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    teacher_scale: float | None = None,
+    teacher_softcap: float | None = None,
+    temperature: Tensor | float | None = None,
+    row_weight: Tensor | None = None,
+    skip_ignored: bool = False,
     ignore_index: int = -100,
     reduction: str = "mean",
     normalizer: Tensor | float | None = None,
+    divergence: str = "forward",
+    beta: float = 0.5,
+    hard_weight: float | None = None,
+    outputs: str | Sequence[str] = (),
+    group: ProcessGroup | Shard | None = None,
+    classes: int | None = None,
+    grad_weight_out: Tensor | None = None,
     workspace_bytes: int | None = None,
     **unknown: object,
-) -> Tensor:
-    """The divergence of a student's head from a teacher's, for distillation, and its gradients, without ever holding
-    all the logits of either.
+) -> Tensor | KlDivOutput:
+    """The divergence of a student's head from a teacher, for distillation, and its gradients, without ever holding all
+    the logits.
 
     For a row x of `hidden`, the row y of `teacher_hidden` beside it, and V classes:
 
-        s = softmax((head @ x + bias) / temperature)          the student's probabilities
-        t = softmax((teacher_head @ y + teacher_bias) / temperature)        the teacher's
+        u = head @ x + bias
+        z = softcap * tanh(scale * u / softcap)        (no softcap: scale * u)
+        s = softmax(z / temperature)                   the student's probabilities
+        t                                              the teacher's, in the same way of teacher_head and y
 
-        "forward"    KL(t || s) = sum_v t_v * (log t_v - log s_v)
-        "reverse"    KL(s || t) = sum_v s_v * (log s_v - log t_v)
-        "jsd"        beta * KL(t || m) + (1 - beta) * KL(s || m),  m = beta * t + (1 - beta) * s
+        "forward"            KL(t || s) = sum_v t_v * (log t_v - log s_v)
+        "reverse"            KL(s || t) = sum_v s_v * (log s_v - log t_v)
+        "jsd"                beta * KL(t || m) + (1 - beta) * KL(s || m),  m = beta * t + (1 - beta) * s
+        "total_variation"    1/2 * sum_v |s_v - t_v|
 
-    and 0 * log 0 is 0. No divergence is below 0. It is not multiplied by temperature^2, as G. Hinton et al.
-    (arXiv:1503.02531) do where a loss of the classes stands beside it.
+    and 0 * log 0 is 0. No divergence is below 0 (but see "ignore"), and of two equal distributions it is 0, as are its
+    gradients. It is not multiplied by temperature^2, as G. Hinton et al. (arXiv:1503.02531) do.
 
-    beta belongs to the teacher, in the weight and in the mixture, as in TRL's GKDTrainer and in Liger. At 0 and 1 this
-    "jsd" is 0; those two give KL(t || s) for 0 and KL(s || t) for 1, which are "forward" and "reverse" here, and so 0
-    and 1 are refused.
+    beta belongs to the teacher, in the weight and in the mixture, as in TRL's GKDTrainer and in Liger. There too beta 0
+    stands for "forward" and 1 for "reverse", although "jsd" itself tends to 0 there.
 
-    Everything is computed in float32 (float64 where hidden is float64): logits are float32 sums of the products. What
-    the gradient of the student's logits is rounded to, once, is the dtype of `hidden`, as the factor of two products
-    that it is. The gradient of head is added up in float32 and rounded once.
+    With `hard_weight` the loss of a row is the divergence + hard_weight * cross entropy of its target, whose logits are
+    z, without the temperature, from the same products. The mix (1 - a) * cross entropy + a * T^2 * divergence of Hinton
+    et al. and of DistillKit is a * T^2 times this loss with hard_weight = (1 - a) / (a * T^2).
+
+    Everything is computed in float32 (float64 where hidden is float64): logits are float32 sums of the products. The
+    gradient of the student's logits is rounded once, to the dtype of `hidden`, as the factor of two products that it
+    is. The gradient of head is added up in float32 and rounded once.
 
     With "sum" and "mean" the forward computes the gradients too, and keeps them in float32: four matrix products, three
-    with a frozen head, two where no gradient is wanted. A second backward over the same graph computes them again, and
-    with "none" the first does too: six products.
+    with a frozen head, two where no gradient is wanted. With "none", with a gradient of one of the outputs, and in a
+    second backward, the backward computes the logits again: two products more. A teacher without a head takes one
+    product less each time.
 
     Source: generalised knowledge distillation, R. Agarwal et al., arXiv:2306.13649, equation 1; the chunks, Liger
     Kernel (P. Hsu et al., arXiv:2410.10989).
@@ -65,35 +151,84 @@ def linear_kl_div(
             A parameter that fully_shard has cut is gathered, and its gradient reduced as its module says;
             teacher_head is gathered too.
         teacher_hidden: the teacher's hidden states, [..., E], any strides; the shape of hidden but for E. One that
-            requires a gradient is refused: compute it under torch.no_grad().
+            requires a gradient is refused, as is every tensor of the teacher but its head and bias: compute it under
+            torch.no_grad().
         teacher_head: the teacher's head, [V, E], in the dtype of teacher_hidden, which need not be that of hidden; or a
             torch.nn.Linear. It gets no gradient, nor does teacher_bias; either may be a parameter that requires one.
-        targets: None, or of each row a class, int32 or int64: the shape of hidden without D. It is only compared with
-            ignore_index. (Rows that do not count are multiplied all the same; to spare that, index the rows first.)
-        bias, teacher_bias: [V], in the dtype of the hidden states or float32. With a teacher_bias of -inf (a
-            class that the teacher masks) "forward" and "jsd" are finite. "reverse" is infinite then, and its gradient
-            NaN, unless the student masks the class too.
-        divergence: "forward", "reverse" or "jsd".
+        teacher_logits, teacher_log_probs, teacher_probs: in place of the teacher's head, what it gave, [..., V], in any
+            floating-point dtype: t = softmax(logits / temperature), softmax(log_probs / temperature), or
+            softmax(log(probs) / temperature). Rows that do not count may hold anything.
+        teacher_tokens: with teacher_log_probs of the same shape, [..., K], the top K tokens of a served teacher, int32
+            or int64, each at most once in a row. A place with a token below 0, or with the log-probability -inf, is
+            padding; a row of padding has divergence 0.
+        teacher_rest: how the mass outside of these K counts.
+            "class"        The rest is one class of both, and the divergence one of K + 1 classes (TRL with
+                           loss_add_tail, DistillKit's symmetric_uniform).
+            "renormalize"  Both are divided by their mass in the K; a student's mass elsewhere costs nothing (TRL
+                           without loss_add_tail).
+            "zero"         The teacher is divided by its mass in the K, and 0 elsewhere; the student is whole
+                           (DistillKit's zero). Not with "reverse", which is infinite then.
+            "ignore"       The sum over the K alone, of undivided probabilities (verl). It may be below 0.
+            The temperature divides the log-probabilities; with "class" and "ignore" the distribution of K + 1 classes
+            is what softmax makes of them, because nobody knows the rest one by one. For log-probabilities that were
+            served at the temperature T, pass scale=1/T and no temperature. A rest counts at least as the epsilon of
+            float32.
+        targets: None, or of each row a class, int32 or int64: the shape of hidden without D. Without a hard loss it is
+            only compared with ignore_index.
+        bias, teacher_bias: [V], in the dtype of the hidden states or float32. A class that the teacher masks (-inf)
+            leaves "forward" and "jsd" finite, and makes "reverse" infinite, with a gradient of NaN, unless the student
+            masks it too. A class that the student alone masks makes "forward" infinite, if the teacher has mass there.
+        scale, softcap, teacher_scale, teacher_softcap: None, or positive numbers, as in eaves.linear_cross_entropy. The
+            teacher's go with teacher_hidden and teacher_logits.
+        temperature: None, or a positive number. Or a tensor with one for each row, in any floating-point dtype: the
+            shape of hidden without D, whose axes may be 1 or missing at the end; as in eaves.log_prob.
+        row_weight: None, or a factor of each row's loss, the shape of hidden without D. A row of weight 0 (of a bool
+            mask: False) does not count, as one that is ignored. It gets no gradient.
+        skip_ignored: on a GPU, whether to leave rows that do not count out of the products. The call then waits once
+            for the device, for their number; not while a CUDA graph is captured. On the CPU they always are.
+        ignore_index: rows with this target do not count: divergence, outputs and gradient are 0.
+        reduction: "none" (the losses of the rows), "sum" or "mean", over the rows that count; with row_weight, divided
+            by the sum of the weights.
+        normalizer: with "mean", what the sum is divided by instead: a number, or a tensor with one element on the
+            device of hidden, which is not waited for. It gets no gradient. Not negative; a tensor on a GPU is not
+            checked.
+        divergence: "forward", "reverse", "jsd" or "total_variation".
         beta: between 0 and 1, read by "jsd" alone.
-        temperature: None, or a positive number that both heads' logits are divided by.
-        ignore_index: rows with this class have divergence 0 and gradient 0, and count in no mean.
-        reduction: "none" (the divergences of the rows), "sum" or "mean", over the rows that count.
-        normalizer: with "mean", what the sum is divided by instead of the number of rows that count: a number, or a
-            tensor with one element on the device of hidden, which is not waited for. It gets no gradient. Not negative;
-            a tensor on a GPU is not checked.
+        hard_weight: None, or the weight of the cross entropy of `targets`; not negative.
+        outputs: the names of more outputs, one or a sequence of them, each [rows...] in the dtype of the loss, without
+            row_weight.
+            "divergence": of each row; differentiable.
+            "hard_loss": the cross entropy of each row's target; differentiable. It needs targets, and no hard_weight.
+            "entropy": of s, in nats; differentiable.
+            "lse": log sum exp of the student's z / temperature; differentiable.
+            "teacher_lse": the teacher's. Not of a top K.
+        group: None, or the torch.distributed.ProcessGroup whose ranks have the classes in pieces, as in
+            eaves.linear_cross_entropy: head, bias and the teacher's head and bias, or its values of each class, are
+            this rank's classes, the same of both. Hidden states, top-K tokens and arguments of the rows are those of
+            all ranks. Or an eaves.Shard; with sequence_parallel both hidden states are this rank's rows. If head is a
+            DTensor with Shard(0) on one axis of its mesh, that axis is the group; the other tensors may be DTensors on
+            that mesh then.
+        classes: how many classes both have. Further rows of either head, and columns of teacher values, are padding,
+            which is neither multiplied nor counted, and has gradient 0. None: all are classes. With a group the pieces
+            of both have the same sizes.
+        grad_weight_out: None, or a tensor of head's shape that each backward adds the gradient of head to, as in
+            eaves.linear_cross_entropy.
         workspace_bytes: how much scratch memory the chunks are cut for, in bytes; None: 512 MiB on a GPU, 32 MiB on the
             CPU. The least is one row of V classes. The gradients, in float32, come on top.
 
     Returns:
-        The divergence: float32, or float64 for float64 hidden states; of shape [], or with reduction="none" of shape
-        [rows...], contiguous. Without rows that count it is 0, with gradient 0. Gradients have the dtypes of their
-        tensors: of hidden, head and bias, each computed only where it requires one.
+        The loss: float32, or float64 for float64 hidden states; of shape [], or with reduction="none" of shape
+        [rows...], contiguous. With outputs, a named tuple: the loss, then the outputs in the order of their names.
+        Without rows that count the loss is 0, with gradient 0. Gradients have the dtypes of their tensors: of hidden,
+        head and bias, each computed only where it requires one.
 
     Raises:
-        ValueError: a shape, dtype, device or number is not as above; the two heads have different numbers of classes.
+        ValueError: a shape, dtype, device or number is not as above; the two have different numbers of classes; on the
+            CPU a target or a token that is no class, or a token twice in a row. (On a GPU the row is NaN.)
         TypeError: an argument is of the wrong Python type.
         NotImplementedError: a dtype, layout or device that eaves does not have, another DTensor; a derivative of second
-            order, in forward mode, or of teacher_hidden or normalizer; torch.vmap, torch.func and torch.export.
+            order, in forward mode, or with respect to the teacher, row_weight, temperature or normalizer; torch.vmap,
+            torch.func and torch.export.
         torch.OutOfMemoryError: torch's allocator has no memory for a result or the workspace.
 
     Under torch.autocast hidden, teacher_hidden and both heads are cast to its dtype, as those of F.linear are;
@@ -112,11 +247,16 @@ def linear_kl_div(
         >>> hidden.grad
         tensor([[ 0.0441,  0.0024],
                 [ 0.0155, -0.0155]])
+        >>> tokens, log_probs = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0.7, 0.2], [0.6, 0.3]]).log()
+        >>> eaves.linear_kl_div(hidden.detach(), head, teacher_tokens=tokens, teacher_log_probs=log_probs)
+        tensor(0.1089)
     """
     if unknown:
-        refuse_unknown("linear_kl_div", unknown, linear_kl_div)
+        refuse_unknown("linear_kl_div", unknown, linear_kl_div, group, head)
     call = KlDivCall(
-        hidden, head, bias, teacher_hidden, teacher_head, teacher_bias, targets, divergence, beta,
-        temperature, ignore_index, reduction, normalizer, workspace_bytes,
+        hidden, head, teacher_hidden, teacher_head, teacher_logits, teacher_log_probs, teacher_probs, teacher_tokens,
+        teacher_rest, targets, bias, teacher_bias, scale, softcap, teacher_scale, teacher_softcap, temperature,
+        row_weight, skip_ignored, ignore_index, reduction, normalizer, divergence, beta, hard_weight, outputs, group,
+        classes, grad_weight_out, workspace_bytes,
     )  # fmt: skip
     return divergence_of(call)

@@ -1,0 +1,40 @@
+"""A temperature for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eaves._torch.checks import refuse_gradient
+from eaves._torch.head import check_floating
+from eaves._torch.options import RANGES, shape_of
+from eaves._torch.rows import has_values
+
+
+def temperature_of_rows(op: str, temperature: Tensor, rows: Sequence[int], name: str, like: Tensor) -> Tensor:
+    """A temperature in the shape of the rows, whose last axes may be missing, and any may be 1. `like`, the argument of
+    that name, has the rows."""
+    check_floating(op, "temperature", temperature, name, like)
+    refuse_gradient(op, "temperature", temperature)
+    shape = [*temperature.shape, *[1] * (len(rows) - temperature.dim())]
+    if len(shape) != len(rows) or any(size not in (1, whole) for size, whole in zip(shape, rows)):
+        raise ValueError(
+            f"{op}: temperature has shape {shape_of(temperature)}, expected {list(rows)} (one per row of {name} "
+            f"{shape_of(like)}), or the first of these axes, each of its size or 1"
+        )
+    return temperature.view(shape).expand(rows)
+
+
+def divisors_of(op: str, temperature: Tensor, is_ignored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The temperatures of all rows, [rows]; 1 for ignored ones, whose temperature may be anything."""
+    divisors = temperature.detach().reshape(-1).to(dtype).masked_fill(is_ignored, 1)
+    if has_values(temperature):
+        is_wrong = ~((divisors > 0) & divisors.isfinite()).view(temperature.shape)
+        if is_wrong.any():
+            row = is_wrong.nonzero()[0].tolist()
+            index = [place if stride else 0 for place, stride in zip(row, temperature.stride())]
+            value = temperature[tuple(index)].item()
+            raise ValueError(f"{op}: temperature{index or ''} is {value}, expected {RANGES['scale'][2]}")
+    return divisors
