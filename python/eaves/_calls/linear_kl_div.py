@@ -43,8 +43,6 @@ def divergence_of(call: KlDivCall) -> Tensor | KlDivOutput:
     group, *_ = shard = shard_of(call.group)
     if needs_whole_head(call.teacher_head, group, shard.sequence_parallel):
         return with_whole_head(OP, divergence_of, call, TEACHER)
-    if needs_whole_head(call.head, group, shard.sequence_parallel):
-        return with_whole_head(OP, divergence_of, call, STUDENT)
     if is_exporting() or is_transforming():
         raise NotImplementedError(f"{OP}: it does not work inside of torch.export, torch.vmap and torch.func")
     try:
