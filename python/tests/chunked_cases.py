@@ -61,7 +61,7 @@ class DivergenceOracle:
         teacher_bias: Tensor | None = None,
         divergence: str = "forward",
         beta: float = 0.5,
-        temperature: float | None = None,
+        temperature: Tensor | float | None = None,
         ignore_index: int = IGNORED,
         reduction: str = "mean",
         normalizer: float | None = None,
@@ -70,8 +70,8 @@ class DivergenceOracle:
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         self.leaves = [exact(each, True) for each in (hidden, head, bias)]
         teacher = [exact(each) for each in (teacher_hidden, teacher_head, teacher_bias)]
-        divisor = 1.0 if temperature is None else temperature
-        logits = [F.linear(*each) / divisor for each in (self.leaves, teacher)]
+        divisor = torch.as_tensor(1.0 if temperature is None else temperature).cpu().double()
+        logits = [F.linear(*each) / divisor.unsqueeze(-1) for each in (self.leaves, teacher)]
         log_s, log_t = (torch.log_softmax(z, -1) for z in logits)
         rows = by_the_formula(log_s, log_t, divergence, beta)
         counts = torch.ones_like(rows) if targets is None else (targets.cpu().long() != ignore_index).double()

@@ -67,11 +67,12 @@ def test_gradients_are_those_of_finite_differences(divergence: str, device: torc
     assert torch.autograd.gradcheck(function, [each.requires_grad_() for each in (x, weight, bias)])
 
 
-@each("temperature", (0.1, 10.0))
+@each("temperature", (0.1, 10.0, None))
 @each("divergence", DIVERGENCES)
-def test_sharp_and_flat_distributions(divergence: str, temperature: float, device: torch.device) -> None:
-    tensors = heads(torch.float32, device, (40,), 100, deviation=0.5 * temperature**0.5)
-    options = {"divergence": divergence, "temperature": temperature, "reduction": "none"}
+def test_sharp_and_flat_distributions(divergence: str, temperature: float | None, device: torch.device) -> None:
+    tensors = heads(torch.float32, device, (40,), 100, deviation=0.5 * (temperature or 0.1) ** 0.5)
+    of_rows = torch.logspace(-1, 1, 40, device=device) if temperature is None else temperature
+    options: dict[str, Any] = {"divergence": divergence, "temperature": of_rows, "reduction": "none"}
     oracle = DivergenceOracle(*tensors, **options)
     found, upstream, gradients = differentiated(tensors, None, uneven, **options)
     assert_within(found, oracle.bound)
