@@ -14,7 +14,8 @@ import eaves
 from chunked_cases import IGNORED, heads, temperatures, uneven
 from comparison import assert_agree
 from cross_entropy_test import REDUCTIONS, each
-from eaves._chunked.divergence import DIVERGENCES, RESTS
+from eaves._chunked.distributions import RESTS
+from eaves._chunked.divergence import DIVERGENCES
 from head_ranks import CLASSES, pieces
 from layouts import random_tensor
 from pairwise import pairwise

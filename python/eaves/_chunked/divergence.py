@@ -18,76 +18,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from eaves._chunked import divergence_kernels as kernels
+from eaves._chunked.distributions import DivergenceSettings, Logits, Number, RowFactors, RowStatistics, TopK
 from eaves._chunked.head import OverRanks, Tempering
 from eaves._parallel.collectives import all_gather, all_reduce, group_of
 from eaves._torch.checks import accumulator_dtype
-
-Number = Tensor | float  # a Tensor has one for each row, [rows, 1]
-
-RESTS = ("class", "renormalize", "zero", "ignore")
-
-
-class Logits(NamedTuple):
-    """Of a chunk, one of the two distributions. With u = values + bias its logits z are
-
-    z = softcap * tanh(scale * u / softcap) / temperature      (no softcap: scale * u / temperature)
-    """
-
-    values: Tensor  # [rows, V], float32 or float64; a teacher's may have 16 bits
-    bias: Tensor | None = None  # [V]
-    scale: float = 1.0
-    softcap: float | None = None
-    kind: str = "logits"  # of a teacher also "log_probs", whose softmax they are, and "probs", u = log(values)
-
-
-class TopK(NamedTuple):
-    """Of a chunk, a teacher's likeliest tokens. A place without one has a token below 0 or a log-probability of -inf.
-    The temperature divides the log-probabilities, also the rest's, and what it makes of them sums to 1 again."""
-
-    tokens: Tensor  # [rows, K], int64, each token at most once in a row
-    log_probs: Tensor  # [rows, K]
-    rest: str  # one of RESTS
-
-
-class DivergenceSettings(NamedTuple):
-    divergence: str  # a name in DIVERGENCES
-    beta: float  # of "jsd", in ]0, 1[
-    has_entropy: bool = False
-    has_hard_loss: bool = False
-    over_ranks: OverRanks | None = None
-
-
-class RowStatistics(NamedTuple):
-    """Numbers of the rows, [rows], in the dtype of sums. An lse is two numbers, [rows, 2]: the largest logit, and the
-    logarithm of the sum of exp(z - largest)."""
-
-    divergence: Tensor
-    lse: Tensor  # of the student
-    teacher_lse: Tensor | None  # None of a TopK
-    centre: Tensor
-    entropy: Tensor | None  # of the student, in nats
-    hard_lse: Tensor | None  # of the student at temperature 1
-    hard_loss: Tensor | None  # the student's cross entropy of the targets at temperature 1
-
-
-class RowFactors(NamedTuple):
-    """The upstream gradients of each row's statistics, [rows, 1] or one number; None: there is none."""
-
-    divergence: Number | None
-    lse: Number | None = None
-    entropy: Number | None = None
-    hard_loss: Number | None = None
 
 
 def statistics(
     student: Logits, teacher: Logits | TopK, temperature: Number, settings: DivergenceSettings, targets: Tensor | None
 ) -> RowStatistics:
     """`targets` are the classes of the hard loss, [rows], int64."""
+    if _have_kernels(student, teacher, settings):
+        return _statistics_by_kernels(student, teacher, temperature, settings, targets)
     over_ranks = settings.over_ranks
     log_s, lse = _log_probs(student, temperature, over_ranks)
     entropy = hard_lse = hard_loss = teacher_lse = None
@@ -126,7 +74,11 @@ def write_gradient(
     out: Tensor,
 ) -> None:
     """Writes the gradient of the student's `values`, rounded once to the dtype of `out`, [rows, V], which may be
-    `student.values`."""
+    `student.values`. Of a row whose upstream gradients are 0 it is 0, whatever the logits are."""
+    if _have_kernels(student, teacher, settings):
+        return _write_gradient_by_kernels(
+            student, teacher, temperature, settings, of_rows, targets, upstream, out
+        )  # fmt: skip
     over_ranks = settings.over_ranks
     log_s, _ = _log_probs(student, temperature, over_ranks, lse=of_rows.lse)
     if upstream.divergence is None:
@@ -165,6 +117,122 @@ def write_gradient(
             hard.scatter_(1, places, torch.where(is_here, exact, hard.gather(1, places)))
         grad.add_(hard.mul_(_slope(student, 1.0)).mul_(upstream.hard_loss))
     out.copy_(grad)
+    _clear_rows_(out, upstream)
+
+
+# ----------------------------------------------------------------------------------------------- by kernels of a GPU
+
+
+def has_kernels(x: Tensor, settings: DivergenceSettings, is_top_k: bool) -> bool:
+    """Where x is. A divergence that is no KL needs the lse of all ranks between two passes, which the kernels do in one
+    call."""
+    is_kl = is_top_k or settings.divergence in ("forward", "reverse")
+    return x.is_cuda and accumulator_dtype(x.dtype) == torch.float32 and (is_kl or settings.over_ranks is None)
+
+
+def _have_kernels(student: Logits, teacher: Logits | TopK, settings: DivergenceSettings) -> bool:
+    is_top_k = isinstance(teacher, TopK)
+    of_teacher = teacher.log_probs if isinstance(teacher, TopK) else teacher.values
+    is_served = of_teacher.dtype != torch.float64 and student.values.shape[1] > 0
+    return is_served and has_kernels(student.values, settings, is_top_k)
+
+
+def _statistics_by_kernels(
+    student: Logits, teacher: Logits | TopK, temperature: Number, settings: DivergenceSettings, targets: Tensor | None
+) -> RowStatistics:
+    over_ranks, is_top_k = settings.over_ranks, isinstance(teacher, TopK)
+    divergence = ("forward", 0.0) if is_top_k else (settings.divergence, settings.beta)
+    own = None if targets is None or over_ranks is None else targets - over_ranks.place.first_class
+    # Of a TopK the student stands in for the teacher: each class is read once.
+    other = student if isinstance(teacher, TopK) else teacher
+    found = kernels.statistics(student, other, temperature, divergence, targets if own is None else own)
+    numbers = RowStatistics(
+        found[:, 0], found[:, 1:3], found[:, 3:5], found[:, 5], found[:, 6], found[:, 7:9], found[:, 9]
+    )  # fmt: skip
+    if over_ranks is not None:
+        numbers = _merged_statistics(numbers, settings, own)
+    if isinstance(teacher, TopK):
+        terms = _terms_of_top_k(student, teacher, temperature, settings, numbers.lse)
+        numbers = numbers._replace(divergence=terms.divergence, centre=terms.centre, teacher_lse=None)
+    if not settings.has_entropy:
+        numbers = numbers._replace(entropy=None)
+    return numbers if settings.has_hard_loss else numbers._replace(hard_lse=None, hard_loss=None)
+
+
+def _merged_statistics(own: RowStatistics, settings: DivergenceSettings, own_targets: Tensor | None) -> RowStatistics:
+    """Of all ranks, from the statistics of each rank's classes alone: a KL divergence and an entropy of a mixture of
+    disjoint distributions are those of the parts and of the parts' masses."""
+    over_ranks = cast("OverRanks", settings.over_ranks)
+    divergence, lse, teacher_lse, centre, entropy, hard_lse, hard_loss = cast("tuple[Tensor, ...]", own)
+    merged, merged_teacher, merged_hard = (_merged(each, over_ranks) for each in (lse, teacher_lse, hard_lse))
+
+    def log_mass(of_rank: Tensor, of_all: Tensor) -> Tensor:
+        return (of_rank - of_all).sum(1)
+
+    log_s, log_t = log_mass(lse, merged), log_mass(teacher_lse, merged_teacher)
+    log_p, log_q = (log_s, log_t) if settings.divergence == "reverse" else (log_t, log_s)
+    divergence = _summed(_weighted_(divergence + (log_p - log_q), log_p.exp()), over_ranks)
+    entropy = _summed(_weighted_(entropy - log_s, log_s.exp()), over_ranks)
+    if own_targets is not None:
+        is_here = (own_targets >= 0) & (own_targets < over_ranks.place.columns)
+        hard_loss = _summed((hard_loss - log_mass(hard_lse, merged_hard)).where(is_here, 0), over_ranks)
+    centre = divergence if settings.divergence == "reverse" else centre
+    return RowStatistics(
+        divergence.clamp(min=0), merged, merged_teacher, centre, entropy, merged_hard, hard_loss
+    )  # fmt: skip
+
+
+def _write_gradient_by_kernels(
+    student: Logits,
+    teacher: Logits | TopK,
+    temperature: Number,
+    settings: DivergenceSettings,
+    of_rows: RowStatistics,
+    targets: Tensor | None,
+    upstream: RowFactors,
+    out: Tensor,
+) -> None:
+    over_ranks, divergence = settings.over_ranks, (settings.divergence, settings.beta)
+    if targets is not None and over_ranks is not None:
+        targets = targets - over_ranks.place.first_class
+    if not settings.has_hard_loss:
+        targets = None
+    if not isinstance(teacher, TopK):
+        kernels.write_gradient(student, teacher, temperature, divergence, of_rows, targets, upstream, out)
+        return
+    # Outside of the K the gradient is s_v times a number, as that of an lse is; at the K it is computed by itself.
+    others = upstream._replace(divergence=None)
+    if upstream.divergence is None:
+        kernels.write_gradient(student, student, temperature, divergence, of_rows, targets, others, out)
+        return
+    terms = _terms_of_top_k(student, teacher, temperature, settings, of_rows.lse)
+    places, is_here = _places(teacher.tokens, student.values, over_ranks)
+    values = student.values.gather(1, places)
+    if student.bias is not None:
+        values += student.bias[places]
+    listed = student._replace(values=values, bias=None)
+    gradient = upstream.divergence * terms.gradient * _slope(listed, temperature)
+    if any(each is not None for each in others):
+        rest = torch.empty_like(values)
+        target = None
+        if targets is not None:
+            is_target = is_here & (places == targets.unsqueeze(1))
+            target = torch.where(is_target.any(1), is_target.to(torch.int8).argmax(1), -1)
+        kernels.write_gradient(listed, listed, temperature, divergence, of_rows, target, others, rest)
+        gradient += rest
+    outside = upstream.divergence * terms.outside.unsqueeze(1)
+    others = others._replace(lse=outside if others.lse is None else outside + others.lse)
+    kernels.write_gradient(student, student, temperature, divergence, of_rows, targets, others, out)
+    _scatter_(out, teacher, terms._replace(gradient=gradient.to(out.dtype)), over_ranks)
+    _clear_rows_(out, upstream)
+
+
+def _clear_rows_(gradient: Tensor, upstream: RowFactors) -> None:
+    """Of rows without an upstream gradient, which the product with 0 leaves NaN where a logit is."""
+    given = [each for each in upstream if each is not None]
+    if given and all(isinstance(each, Tensor) for each in given):
+        has_one = torch.stack([cast("Tensor", each) != 0 for each in given]).any(0)
+        gradient.masked_fill_(~has_one, 0)
 
 
 # ------------------------------------------------------------------------------------------- in PyTorch's own operators

@@ -1,5 +1,5 @@
-"""What the operators share that compute a head in chunks of rows, in PyTorch's own operators: the size of a
-chunk, the product, and the two products of its gradients.
+"""What the operators share that compute a head in chunks of rows: the size of a chunk, the product, and the two
+products of its gradients.
 
 Logits are float32 sums of a product (float64 for float64). Gradients are added up over the chunks, and what the
 gradient of the logits is rounded to, once, is the dtype of the hidden states, as the factor of two products that it is.
@@ -17,6 +17,7 @@ from torch import Tensor
 from eaves._parallel.collectives import all_reduce, group_of
 from eaves._parallel.shard import Place, ShardArguments, dtype_of_parts
 from eaves._torch.checks import accumulator_dtype
+from eaves._torch.chunked_rules import add_product
 from eaves._torch.head import Product
 from eaves._torch.rows import has_values
 
@@ -28,21 +29,10 @@ class OverRanks(NamedTuple):
     place: Place
 
 
-class ChunkSizes(NamedTuple):
-    chunk: int  # rows
-    block: int  # classes of a head, or of its gradient, that are converted at once
-
-
-def chunk_sizes(rows: int, classes: int, bytes_of_row: int, limit: int, *products: Product) -> ChunkSizes:
-    """Chunks of one size, as large as the limit allows: `bytes_of_row` for each row, and what heads of 16 bits need."""
-    block = classes
-    if any(each.hidden.dtype.itemsize == 2 for each in products):
-        # A quarter for classes in float32: of a head, which the CPU's products need, or of its gradient.
-        features = max(each.head.shape[1] for each in products)
-        block = min(classes, max(1, limit // 4 // (features * torch.float32.itemsize)))
-        limit -= limit // 4
+def chunk_size(rows: int, bytes_of_row: int, limit: int) -> int:
+    """Rows of a chunk: all chunks of one size, as large as the limit allows."""
     chunks = math.ceil(rows / max(1, limit // bytes_of_row))
-    return ChunkSizes(math.ceil(rows / max(1, chunks)), block)
+    return math.ceil(rows / max(1, chunks))
 
 
 def matrices(x: Tensor) -> list[Tensor]:
@@ -110,7 +100,7 @@ class Tempering(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------- products
 
 
-def logits_of(product: Product, block: int) -> Tensor:
+def logits_of(product: Product) -> Tensor:
     """[rows, classes], in the dtype of sums."""
     (x, head, bias), dtype = product, accumulator_dtype(product.hidden.dtype)
     if x.dtype == dtype:
@@ -119,43 +109,44 @@ def logits_of(product: Product, block: int) -> Tensor:
     elif x.is_cuda:
         z = torch.mm(x, head.t(), out_dtype=dtype)
     else:
-        z, x = x.new_empty((x.shape[0], head.shape[0]), dtype=dtype), x.to(dtype)
-        for classes in _blocks(head, block):
-            torch.mm(x, head[classes].to(dtype).t(), out=z[:, classes])
+        z = x.new_zeros((x.shape[0], head.shape[0]), dtype=dtype)
+        _add_product(z, x, head.t())
     return z if bias is None else z.add_(bias)
 
 
-def add_gradients(grad: Tensor, product: Product, gradients: Sequence[Tensor | None], block: int) -> None:
+def add_gradients(grad: Tensor, product: Product, gradients: Sequence[Tensor | None]) -> None:
     """Adds the gradients of hidden states, head and bias from that of the logits, which is in the dtype of sums, or
     without a bias in that of hidden states. They are added to tensors in the dtype of sums; that of the head may also
     have the dtype of the product, and is rounded in each chunk then."""
     (x, head, _), (grad_hidden, grad_head, grad_bias) = product, gradients
-    dtype = accumulator_dtype(x.dtype)
     if grad_bias is not None:
         grad_bias.add_(grad.sum(0))
     grad = grad.to(x.dtype)
-    if x.dtype == dtype:
-        if grad_hidden is not None:
-            grad_hidden.addmm_(grad, head)
-        if grad_head is not None:
-            grad_head.addmm_(grad.t(), x)
-    elif x.is_cuda:
-        if grad_hidden is not None:
-            grad_hidden.add_(torch.mm(grad, head, out_dtype=dtype))
-        if grad_head is not None:
-            # torch.addmm with out_dtype would add at once, but not in every PyTorch to a sum of that dtype.
-            for classes in _blocks(head, block):
-                grad_head[classes].add_(torch.mm(grad[:, classes].t(), x, out_dtype=dtype))
+    if grad_hidden is not None:
+        _add_product(grad_hidden, grad, head)
+    if grad_head is not None:
+        _add_product(grad_head, grad.t(), x)
+
+
+def _add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
+    """sums += a @ b, without a copy of either in the dtype of sums, nor of the product."""
+    if a.dtype == accumulator_dtype(a.dtype):
+        sums.addmm_(a, b)
+    elif sums.is_contiguous():
+        # torch.addmm with out_dtype adds to a sum of that dtype, but not in every PyTorch.
+        add_product(sums, _with_unit_stride(a), _with_unit_stride(b))
+        torch.autograd.graph.increment_version(sums)
     else:
-        x = x.to(dtype)
-        for classes in _blocks(head, block):
-            of_classes = grad[:, classes].to(dtype)
-            if grad_hidden is not None:
-                grad_hidden.addmm_(of_classes, head[classes].to(dtype))
-            if grad_head is not None and grad_head.dtype == dtype:
-                grad_head[classes].addmm_(of_classes.t(), x)
-            elif grad_head is not None:
-                grad_head[classes].add_(torch.mm(of_classes.t(), x))
+        product = torch.zeros_like(sums, dtype=accumulator_dtype(a.dtype), memory_format=torch.contiguous_format)
+        _add_product(product, a, b)
+        sums.add_(product)
+
+
+def _with_unit_stride(matrix: Tensor) -> Tensor:
+    """One whose rows or columns do not overlap, with elements side by side."""
+    (rows, columns), (of_row, of_column) = matrix.shape, matrix.stride()
+    lies_well = (of_column == 1 and of_row >= columns) or (of_row == 1 and of_column >= rows)
+    return matrix if lies_well else matrix.contiguous()
 
 
 def sum_over_ranks(part: Tensor, dtype: torch.dtype, over_ranks: OverRanks | None) -> Tensor:
@@ -164,8 +155,3 @@ def sum_over_ranks(part: Tensor, dtype: torch.dtype, over_ranks: OverRanks | Non
         return part
     shard = over_ranks.shard
     return all_reduce(part.to(dtype_of_parts(shard, dtype)), group_of(shard)).wait()
-
-
-def _blocks(head: Tensor, block: int) -> Iterator[slice]:
-    for begin in range(0, head.shape[0], block):
-        yield slice(begin, begin + block)

@@ -14,16 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eaves._chunked.divergence import (
+from eaves._chunked.distributions import (
     DivergenceSettings,
     Logits,
     Number,
     RowFactors,
     RowStatistics,
     TopK,
-    statistics,
-    write_gradient,
 )
+from eaves._chunked.divergence import statistics, write_gradient
 from eaves._chunked.head import add_gradients, counted, logits_of, sum_over_ranks
 from eaves._torch.checks import accumulator_dtype, given
 from eaves._torch.head import Product, refuse_zero3
@@ -60,7 +59,6 @@ class Settings(NamedTuple):
     mode: int  # the reduction
     chunk: int  # rows whose logits there are at once
     group: int  # rows whose gradient of logits there is at once, a multiple of `chunk`
-    block: int  # classes of a head, or of its gradient, that are converted at once
     grad_weight_out: Tensor | None
 
 
@@ -129,14 +127,14 @@ def _compute(
                         found[index][places] = numbers
                 if any(wanted):
                     out = both[0].values if grad is None else grad[chunk]
-                    factors = RowFactors(*[_part(each, places) for each in upstream])
+                    factors = RowFactors(*[_counted_part(each, rows.counts, places, dtype) for each in upstream])
                     write_gradient(*both, settings.of_rows, of_rows, targets, factors, out)
-                    if rows.counts is not None:
-                        out.masked_fill_(~rows.counts[places], 0)
                     grad = out if grad is None else grad
+                    del out
                 del both  # before the next chunk
             if grad is not None:
-                _add_gradients(grad, group, gradients, rows.places(begin, end), settings.block)
+                _add_gradients(grad, group, gradients, rows.places(begin, end))
+            del grad
         if gradients[0] is not None:
             gradients[0] = sum_over_ranks(gradients[0], x.dtype, settings.of_rows.over_ranks)
         return _outputs(found, settings, rows, x), gradients
@@ -150,16 +148,24 @@ def _part(of_rows: Any, places: Any) -> Any:
     return of_rows[places] if isinstance(of_rows, Tensor) else of_rows
 
 
+def _counted_part(of_rows: Number | None, counts: Tensor | None, places: Any, dtype: torch.dtype) -> Number | None:
+    """0 of rows that do not count."""
+    part: Number | None = _part(of_rows, places)
+    if part is None or counts is None:
+        return part
+    return torch.where(counts[places], part if isinstance(part, Tensor) else counts.new_full((), part, dtype=dtype), 0)
+
+
 def _distributions(
     settings: Settings, student: Product, teacher: Any, rows: Rows, places: Any
 ) -> tuple[Logits, Logits | TopK, Number]:
     """Of a chunk. Rows of the teacher that do not count may hold anything: no sum over rows has them."""
     (scale, teacher_scale), (softcap, teacher_softcap) = settings.scales, settings.softcaps
-    z = Logits(logits_of(student._replace(bias=None), settings.block), student.bias, scale, softcap)
+    z = Logits(logits_of(student._replace(bias=None)), student.bias, scale, softcap)
     of_teacher: Logits | TopK
     if settings.teacher == "head":
         product = teacher._replace(hidden=teacher.hidden[places], bias=None)
-        of_teacher = Logits(logits_of(product, settings.block), teacher.bias, teacher_scale, teacher_softcap)
+        of_teacher = Logits(logits_of(product), teacher.bias, teacher_scale, teacher_softcap)
     elif settings.teacher == "top_k":
         of_teacher = TopK(teacher[0][places], teacher[1][places], settings.teacher_rest)
     else:
@@ -178,13 +184,13 @@ def _rows_of(values: Tensor, places: Any) -> Tensor:
     return found if found.stride(1) == 1 else found.contiguous()
 
 
-def _add_gradients(grad: Tensor, group: Product, gradients: list[Tensor | None], places: Any, block: int) -> None:
+def _add_gradients(grad: Tensor, group: Product, gradients: list[Tensor | None], places: Any) -> None:
     grad_hidden, *others = gradients
     if grad_hidden is None or isinstance(places, slice):
-        add_gradients(grad, group, (None if grad_hidden is None else grad_hidden[places], *others), block)
+        add_gradients(grad, group, (None if grad_hidden is None else grad_hidden[places], *others))
         return
     of_group = grad_hidden.new_zeros(group.hidden.shape)
-    add_gradients(grad, group, (of_group, *others), block)
+    add_gradients(grad, group, (of_group, *others))
     grad_hidden[places] = of_group
 
 

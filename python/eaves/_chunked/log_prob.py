@@ -22,7 +22,7 @@ from eaves._chunked.head import (
     OverRanks,
     Tempering,
     add_gradients,
-    chunk_sizes,
+    chunk_size,
     chunks_of,
     counted,
     logits_of,
@@ -111,28 +111,25 @@ def _apply(settings: Settings, rows: Rows, *tensors: Tensor | None) -> tuple[Ten
 # ---------------------------------------------------------------------------------------------------------- the forward
 
 
-def _parts_of(
-    settings: Settings, rows: Rows, x: Tensor, head: Tensor | None
-) -> tuple[Iterator[tuple[slice, Tensor]], int]:
-    """Chunks of the rows of x, and how many classes of a head are converted at once."""
+def _parts_of(settings: Settings, rows: Rows, x: Tensor, head: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """Chunks of the rows of x."""
     sums, (count, places) = accumulator_dtype(x.dtype).itemsize, rows.tokens.shape
     # Each token of a row with each other (_sums_of_equal), and some numbers of each.
-    of_row, classes, products = places * (8 * places + 64), x.shape[-1], []
+    of_row, classes = places * (8 * places + 64), x.shape[-1]
     if settings.over_ranks is not None:  # as many chunks on all of them
         classes = settings.over_ranks.place.most
     of_class = 0 if rows.temperature is None else sums  # logits are read where they are, or copied
     if head is not None:
-        products, of_class = [Product(x, head, None)], sums
+        of_class = sums
         if settings.over_ranks is None:
             classes = head.shape[0]
         of_row += 3 * sums * x.shape[1]  # hidden states, without ignored rows, their gradient, and the product's part
-        if x.dtype.itemsize == 2:  # the gradient as it is multiplied, which on the CPU is in float32 again
-            of_class += x.dtype.itemsize if x.is_cuda else x.dtype.itemsize + sums
+        if x.dtype.itemsize == 2:  # the gradient as it is multiplied
+            of_class += x.dtype.itemsize
     if rows.temperature is not None and settings.softcap is not None:
         of_class += sums  # the derivative of the cap
     limit = workspace_of(settings.op, settings.of_head.workspace_bytes, x.device)
-    size, block = chunk_sizes(count, max(1, classes), of_row + classes * of_class, limit, *products)
-    return chunks_of(matrices(x), size), block
+    return chunks_of(matrices(x), chunk_size(count, of_row + max(1, classes) * of_class, limit))
 
 
 def _numbers_for_kernel(settings: Settings, rows: Rows) -> tuple[float, ...]:
@@ -175,10 +172,9 @@ def _losses(settings: Settings, all_rows: Rows, *tensors: Tensor | None) -> tupl
     product = None if head is None else Product(x, head, bias).as_multiplied()
     numbers = _numbers_for_kernel(settings, all_rows)
     with torch.no_grad():
-        parts, block = _parts_of(settings, all_rows, x, head)
-        for chunk, part in parts:
+        for chunk, part in _parts_of(settings, all_rows, x, head):
             rows = all_rows.part(chunk)
-            z = _logits_of(part, product, rows, block)
+            z = _logits_of(part, product, rows)
             chosen, _, _ = _chosen(z, rows, settings)
             argmax = None
             if rows.temperature is not None:
@@ -233,12 +229,12 @@ def _statistics(z: Tensor, target: Tensor, settings: Settings, numbers: tuple[fl
     return results
 
 
-def _logits_of(part: Tensor, product: Product | None, rows: Rows, block: int) -> Tensor:
+def _logits_of(part: Tensor, product: Product | None, rows: Rows) -> Tensor:
     """Those of a chunk, which may be written over where each row has its temperature."""
     if product is not None and product.head.shape[0] == 0:
         return part.new_empty((part.shape[0], 0), dtype=accumulator_dtype(part.dtype))
     if product is not None:
-        return logits_of(product._replace(hidden=counted(part, (~rows.is_ignored).unsqueeze(1))), block)
+        return logits_of(product._replace(hidden=counted(part, (~rows.is_ignored).unsqueeze(1))))
     return part if rows.temperature is None else part.to(accumulator_dtype(part.dtype), copy=True)
 
 
@@ -305,7 +301,7 @@ def _gradients(
     """Of logits, or of hidden states, head and bias: those that are wanted."""
     x, head, bias = tensors
     assert x is not None
-    parts, block = _parts_of(settings, all_rows, x, head)
+    parts = _parts_of(settings, all_rows, x, head)
     if head is None:
         grad_x = x if settings.is_in_place else x.new_empty(x.shape)
         places = None if settings.is_in_place else grad_x.view(all_rows.tokens.shape[0], x.shape[-1])
@@ -314,7 +310,7 @@ def _gradients(
             if rows.temperature is None:
                 z = place if settings.is_in_place else place.copy_(part)
             else:
-                z = _logits_of(part, None, rows, block)
+                z = _logits_of(part, None, rows)
             _gradient_(z, rows, settings, [_of(chunk, each) for each in (*saved, *upstream)])
             if rows.temperature is not None:
                 place.copy_(z)
@@ -329,11 +325,11 @@ def _gradients(
         grad_head = torch.zeros_like(head, dtype=settings.of_head.sums_of_head) if out is None else out
     for chunk, part in parts:
         rows = all_rows.part(chunk)
-        z = _logits_of(part, product, rows, block)
+        z = _logits_of(part, product, rows)
         _gradient_(z, rows, settings, [_of(chunk, each) for each in (*saved, *upstream)])
         of_chunk = product._replace(hidden=counted(part, ~rows.is_ignored.unsqueeze(1)))
         grad_part = None if grad_hidden is None else torch.zeros_like(part, dtype=sums)
-        add_gradients(z, of_chunk, (grad_part, grad_head, grad_bias), block)
+        add_gradients(z, of_chunk, (grad_part, grad_head, grad_bias))
         if grad_hidden is not None and grad_part is not None:
             grad_hidden[chunk] = sum_over_ranks(grad_part, x.dtype, settings.over_ranks)
         del z  # before the next chunk

@@ -1,0 +1,66 @@
+"""The two distributions over the classes in a chunk of rows, and the numbers of the rows, as divergence.py and its
+callers hand them around."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from eaves._chunked.head import OverRanks
+
+Number = Tensor | float  # a Tensor has one for each row, [rows, 1]
+
+RESTS = ("class", "renormalize", "zero", "ignore")
+
+
+class Logits(NamedTuple):
+    """Of a chunk, one of the two distributions. With u = values + bias its logits z are
+
+    z = softcap * tanh(scale * u / softcap) / temperature      (no softcap: scale * u / temperature)
+    """
+
+    values: Tensor  # [rows, V], float32 or float64; a teacher's may have 16 bits
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None
+    kind: str = "logits"  # of a teacher also "log_probs", whose softmax they are, and "probs", u = log(values)
+
+
+class TopK(NamedTuple):
+    """Of a chunk, a teacher's likeliest tokens. A place without one has a token below 0 or a log-probability of -inf.
+    The temperature divides the log-probabilities, also the rest's, and what it makes of them sums to 1 again."""
+
+    tokens: Tensor  # [rows, K], int64, each token at most once in a row
+    log_probs: Tensor  # [rows, K]
+    rest: str  # one of RESTS
+
+
+class DivergenceSettings(NamedTuple):
+    divergence: str  # a name in DIVERGENCES
+    beta: float  # of "jsd", in ]0, 1[
+    has_entropy: bool = False
+    has_hard_loss: bool = False
+    over_ranks: OverRanks | None = None
+
+
+class RowStatistics(NamedTuple):
+    """Numbers of the rows, [rows], in the dtype of sums. An lse is two numbers, [rows, 2]: the largest logit, and the
+    logarithm of the sum of exp(z - largest)."""
+
+    divergence: Tensor
+    lse: Tensor  # of the student
+    teacher_lse: Tensor | None  # None of a TopK
+    centre: Tensor
+    entropy: Tensor | None  # of the student, in nats
+    hard_lse: Tensor | None  # of the student at temperature 1
+    hard_loss: Tensor | None  # the student's cross entropy of the targets at temperature 1
+
+
+class RowFactors(NamedTuple):
+    """The upstream gradients of each row's statistics, [rows, 1] or one number; None: there is none."""
+
+    divergence: Number | None
+    lse: Number | None = None
+    entropy: Number | None = None
+    hard_loss: Number | None = None

@@ -1,0 +1,240 @@
+"""The passes over the logits of a chunk, by kernels of a GPU and by PyTorch's operators: statistics of the rows and the
+gradient of the student's logits, compared with the formulas in float64 and autograd's gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eaves._chunked.distributions import DivergenceSettings, Logits, RowFactors
+from eaves._chunked.divergence import DIVERGENCES, statistics, write_gradient
+
+each = pytest.mark.parametrize
+ROWS = 5
+# Less than a vector for each thread, and more than one piece of a row of the kernels, with and without whole vectors.
+SIZES = (37, 20_000, 33_001)
+
+
+def softmax_of(logits: Logits, temperature: Tensor | float) -> Tensor:
+    """Log-probabilities in float64."""
+    z = logits.values.double()
+    if logits.kind == "probs":
+        z = z.log()
+    if logits.bias is not None:
+        z = z + logits.bias.double()
+    z = logits.scale * z
+    if logits.softcap is not None:
+        z = logits.softcap * torch.tanh(z / logits.softcap)
+    return torch.log_softmax(z / temperature, 1)
+
+
+def times(p: Tensor, number: Tensor) -> Tensor:
+    """p * number, and 0 where p is 0: in the gradient too."""
+    return torch.where(p == 0, 0, p * number.masked_fill(p == 0, 0))
+
+
+def formula(log_s: Tensor, log_t: Tensor, divergence: str, beta: float) -> Tensor:
+    s, t = log_s.exp(), log_t.exp()
+    if divergence == "forward":
+        return times(t, log_t - log_s).sum(1)
+    if divergence == "reverse":
+        return times(s, log_s - log_t).sum(1)
+    if divergence == "total_variation":
+        return (s - t).abs().sum(1) / 2
+    m = beta * t + (1 - beta) * s
+    log_m = m.masked_fill(m == 0, 1).log()
+    return beta * times(t, log_t - log_m).sum(1) + (1 - beta) * times(s, log_s - log_m).sum(1)
+
+
+class Case:
+    def __init__(self, device: torch.device, divergence: str, classes: int, **options: Any) -> None:
+        generator = torch.Generator().manual_seed(classes)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device)
+
+        values, of_teacher = 3 * normal(ROWS, classes), 3 * normal(ROWS, classes)
+        softcap, self.temperature = options.get("softcap"), options.get("temperature", 1.0)
+        if self.temperature == "rows":
+            self.temperature = torch.linspace(0.1, 10, ROWS, device=device).unsqueeze(1)
+        kind = options.get("kind", "logits")
+        if kind == "probs":
+            of_teacher = torch.softmax(of_teacher, 1)
+        biases = (normal(classes), normal(classes)) if options.get("bias") else (None, None)
+        scale = options.get("scale", 1.0)
+        self.student = Logits(values, biases[0], scale, softcap)
+        of_teacher = of_teacher.to(options.get("teacher_dtype", torch.float32))
+        self.teacher = Logits(
+            of_teacher, biases[1], 1.0 if kind == "probs" else scale, softcap if kind == "logits" else None, kind
+        )
+        self.targets = torch.randint(classes, (ROWS,), generator=generator).to(device)
+        self.settings = DivergenceSettings(divergence, 0.3, True, True)
+        self.factors = RowFactors(*[normal(ROWS, 1) for _ in range(4)])
+
+    def statistics(self) -> Any:
+        return statistics(self.student, self.teacher, self.temperature, self.settings, self.targets)
+
+    def gradient(self, upstream: RowFactors, dtype: torch.dtype = torch.float32) -> Tensor:
+        out = torch.empty_like(self.student.values, dtype=dtype)
+        self.write(upstream, out)
+        return out
+
+    def write(self, upstream: RowFactors, out: Tensor) -> None:
+        found = self.statistics()
+        write_gradient(
+            self.student, self.teacher, self.temperature, self.settings, found, self.targets, upstream, out
+        )  # fmt: skip
+
+    def size(self) -> Tensor:
+        """Of each row: how much larger than 1 the numbers are whose roundings an exponential has, its scale."""
+        largest = torch.stack(
+            [
+                (each.values.double() if each.kind != "probs" else each.values.double().log()).abs().amax(1)
+                for each in (self.student, self.teacher)
+            ]
+        ).amax(0)
+        return 1 + self.student.scale * largest / self._temperature().clamp(max=1)
+
+    def scale(self, upstream: RowFactors) -> Tensor:
+        """Of each row: of the terms of the gradient, as if they did not cancel."""
+        log_s, log_t = (softmax_of(each, self.temperature) for each in (self.student, self.teacher))
+        terms = 1 + times(log_s.exp(), (log_s - log_t).abs() + log_s.abs()).amax(1)
+        factors = sum(each.abs().double().squeeze(1) for each in upstream if each is not None)
+        return factors * terms * self.student.scale / self._temperature().clamp(max=1)
+
+    def _temperature(self) -> Tensor:
+        return (
+            self.temperature.double().squeeze(1)
+            if isinstance(self.temperature, Tensor)
+            else self.student.values.new_full((ROWS,), self.temperature).double()
+        )
+
+    def exact(self, upstream: RowFactors) -> tuple[dict[str, Tensor], Tensor]:
+        """The statistics that have derivatives, and the gradient."""
+        leaf = self.student.values.double().requires_grad_()
+        temperature = self.temperature.double() if isinstance(self.temperature, Tensor) else self.temperature
+        student = self.student._replace(values=leaf)
+        log_s, log_t = softmax_of(student, temperature), softmax_of(self.teacher, temperature)
+        hard = -softmax_of(student, 1.0).gather(1, self.targets.unsqueeze(1)).squeeze(1)
+        lse = self._lse(student, temperature)
+        found = {
+            "divergence": formula(log_s, log_t, self.settings.divergence, self.settings.beta),
+            "lse": lse,
+            "entropy": -times(log_s.exp(), log_s).sum(1),
+            "hard_loss": hard,
+        }
+        total = sum(
+            (factor.double().squeeze(1) * each).sum()
+            for factor, each in zip(upstream, found.values())
+            if factor is not None
+        )
+        (gradient,) = torch.autograd.grad(total, leaf)
+        return found, gradient
+
+    @staticmethod
+    def _lse(student: Logits, temperature: Tensor | float) -> Tensor:
+        z = student.values if student.bias is None else student.values + student.bias.double()
+        z = student.scale * z
+        if student.softcap is not None:
+            z = student.softcap * torch.tanh(z / student.softcap)
+        return torch.logsumexp(z / temperature, 1)
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": "rows"},
+    {"softcap": 5.0, "scale": 0.7, "temperature": 2.0},
+    {"bias": True, "scale": 1.5},
+    {"teacher_dtype": torch.bfloat16},
+    {"teacher_dtype": torch.float16, "bias": True},
+    {"kind": "probs", "temperature": 2.0},
+    {"kind": "log_probs", "temperature": 0.5},
+)
+
+
+@each("options", OPTIONS, ids=str)
+@each("classes", SIZES)
+@each("divergence", DIVERGENCES)
+def test_statistics_and_gradients_are_those_of_the_formulas(
+    divergence: str, classes: int, options: dict[str, Any], device: torch.device
+) -> None:
+    case = Case(device, divergence, classes, **options)
+    found = case.statistics()
+    exact, _ = case.exact(case.factors)
+    rounding = 2e-6 * case.size()
+    for name, expected in exact.items():
+        number = getattr(found, name)
+        actual = number.double().sum(1) if name == "lse" else number.double()
+        assert ((actual - expected).abs() <= rounding * expected.abs().clamp(min=1)).all(), name
+    for upstream in (case.factors, RowFactors(case.factors.divergence)):
+        expected = case.exact(upstream)[1]
+        actual = case.gradient(upstream)
+        assert ((actual - expected).abs() <= (rounding * case.scale(upstream)).unsqueeze(1)).all()
+        assert torch.equal(case.gradient(upstream, torch.bfloat16), actual.bfloat16())
+
+
+@each("classes", SIZES)
+@each("divergence", DIVERGENCES)
+def test_equal_distributions_have_divergence_0_and_gradient_0(
+    divergence: str, classes: int, device: torch.device
+) -> None:
+    for options in ({}, {"temperature": "rows"}, {"softcap": 5.0}, {"bias": True}):
+        case = Case(device, divergence, classes, **options)
+        case.teacher = case.student
+        assert not case.statistics().divergence.any()
+        assert not case.gradient(RowFactors(1.0)).any()
+
+
+@each("divergence", DIVERGENCES)
+def test_classes_without_probability(divergence: str, device: torch.device) -> None:
+    """Masked in both, and in one of them."""
+    case = Case(device, divergence, 20_000)
+    student, teacher = case.student.values, case.teacher.values
+    student[:, 3] = teacher[:, 3] = -math.inf
+    teacher[1, 10:15_000] = -math.inf
+    student[2, 5:9_000] = -math.inf
+    found, (exact, gradient) = case.statistics().divergence, case.exact(RowFactors(torch.ones_like(student[:, :1])))
+    expected = exact["divergence"]
+    infinite = {"forward": 2, "reverse": 1}.get(divergence)
+    assert [row for row in range(ROWS) if math.isinf(found[row])] == ([] if infinite is None else [infinite])
+    rows = [row for row in range(ROWS) if row != infinite]
+    torch.testing.assert_close(found[rows].double(), expected[rows], rtol=2e-6, atol=2e-6)
+    if infinite is None:
+        rows = [0, 3, 4]  # autograd has no gradient of the formula where a logarithm is infinite
+    actual = case.gradient(RowFactors(1.0))
+    assert not actual[rows, 3].any()
+    expected = gradient.nan_to_num(0)
+    torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-4, atol=2e-6)
+    assert actual[rows].isfinite().all()
+
+
+def test_a_row_without_upstream_gradient_has_none_whatever_its_logits_are(device: torch.device) -> None:
+    case = Case(device, "forward", 20_000)
+    case.student.values[1], case.teacher.values[3] = math.nan, math.inf
+    factor = torch.tensor([1.0, 0, 1, 0, 1], device=device).unsqueeze(1)
+    actual = case.gradient(RowFactors(factor, factor * 2, None, factor))
+    assert not actual[[1, 3]].any() and actual.isfinite().all() and actual[0].any()
+
+
+def test_the_gradient_may_take_the_memory_of_the_logits(device: torch.device) -> None:
+    for classes in SIZES:
+        case = Case(device, "jsd", classes)
+        expected = case.gradient(case.factors)
+        case.write(case.factors, case.student.values)
+        assert torch.equal(case.student.values, expected)
+
+
+def test_rows_of_larger_tensors(device: torch.device) -> None:
+    """With gaps between rows, which begin on no vector."""
+    case = Case(device, "reverse", 20_000)
+    expected, found = case.gradient(case.factors), case.statistics()
+    wide = torch.zeros(2, ROWS, 20_003, device=device)
+    wide[0, :, 1:20_001], wide[1, :, 2:20_002] = case.student.values, case.teacher.values
+    case.student = case.student._replace(values=wide[0, :, 1:20_001])
+    case.teacher = case.teacher._replace(values=wide[1, :, 2:20_002])
+    torch.testing.assert_close(case.statistics().divergence, found.divergence, rtol=2e-6, atol=0)
+    torch.testing.assert_close(case.gradient(case.factors), expected, rtol=1e-5, atol=1e-6)

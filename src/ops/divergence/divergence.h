@@ -1,0 +1,100 @@
+// The divergence of two distributions over the classes, row by row, and the gradient of the student's logits: the passes
+// of a distillation loss over the logits of a chunk. On a GPU alone; python/eaves/_chunked/divergence.py has the same in
+// PyTorch's operators, for the CPU and float64.
+//
+//   z = logits / temperature,  s = softmax(z) of the student,  t = softmax(z) of the teacher
+//
+//   forward           sum t * (log t - log s)
+//   reverse           sum s * (log s - log t)
+//   jsd               beta * sum t * (log t - log m) + (1 - beta) * sum s * (log s - log m),  m = beta * t + (1 - beta) * s
+//   total_variation   sum |s - t| / 2
+//
+// With f' the derivative of the summand by s, the gradient of z is s * (f' - centre), centre = sum s * f'. A summand is 0
+// where its probability is.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "eaves/context.h"
+#include "eaves/tensor.h"
+
+#pragma GCC visibility push(default)  // for the Python package
+namespace eaves {
+
+enum class Divergence : std::uint8_t { forward, reverse, jsd, total_variation };
+
+/// Of the logits u = values + bias: scale * u, or with a soft cap softcap * tanh(scale * u / softcap).
+struct Distribution {
+  TensorView values = {};  ///< [rows, classes], rows of unit stride; float32, of a teacher also float16 or bfloat16
+  TensorView bias = {};    ///< [classes], contiguous float32; or absent
+  double scale = 1.0;
+  double softcap = 0.0;                ///< 0: none
+  bool holds_probabilities = false;  ///< the logits are log(values)
+};
+
+/// One float32 for each row, [rows], any stride; absent: `constant`.
+struct RowNumber {
+  TensorView values = {};
+  double constant = 0.0;
+};
+
+struct DivergenceInputs {
+  Distribution student = {};
+  Distribution teacher = {};
+  RowNumber temperature = {{}, 1.0};
+  Divergence divergence = Divergence::forward;
+  double beta = 0.5;
+  TensorView targets = {};  ///< [rows], int64: classes of a cross entropy of the student's logits at temperature 1; optional
+};
+
+/// Columns of `statistics`. An lse is two of them: the largest z, and the logarithm of the sum of exp(z - largest).
+enum class DivergenceStatistic : std::uint8_t {
+  divergence,
+  lse,
+  teacher_lse = 3,
+  centre = 5,
+  entropy,    ///< of s
+  hard_lse,   ///< of the student's logits at temperature 1
+  hard_loss = 9,
+};
+inline constexpr std::int64_t kDivergenceStatistics = 10;
+
+struct DivergenceForwardArgs {
+  DivergenceInputs inputs = {};
+  TensorView statistics = {};  ///< out; [rows, kDivergenceStatistics], contiguous float32. No divergence is below 0.
+};
+
+struct DivergenceBackwardArgs {
+  DivergenceInputs inputs = {};
+  TensorView lse = {};          ///< [rows, 2], float32, the last axis of unit stride
+  TensorView teacher_lse = {};  ///< likewise
+  TensorView hard_lse = {};     ///< likewise; with targets
+  RowNumber centre = {};
+  RowNumber entropy = {};
+  RowNumber hard_loss = {};
+
+  /// Upstream gradients. Of a row in which all are 0 the gradient is 0, whatever the logits are.
+  RowNumber grad_divergence = {};
+  RowNumber grad_lse = {};
+  RowNumber grad_entropy = {};
+  RowNumber grad_hard_loss = {};  ///< with targets
+
+  /// out; dL/d(student's values), rows of unit stride; float32, float16 or bfloat16. In float32 it may be the memory of
+  /// the student's values, which may be the teacher's too.
+  TensorView grad_values = {};
+};
+
+void divergence_forward(const DivergenceForwardArgs& args, const ExecutionContext& context);
+std::size_t divergence_forward_workspace_bytes(const DivergenceForwardArgs& args, const ExecutionContext& context);
+void divergence_backward(const DivergenceBackwardArgs& args, const ExecutionContext& context);
+
+}  // namespace eaves
+#pragma GCC visibility pop
+
+namespace eaves::cuda {
+/// `context.workspace` holds divergence_workspace_bytes().
+void divergence_forward(const DivergenceForwardArgs& args, const ExecutionContext& context);
+void divergence_backward(const DivergenceBackwardArgs& args, const ExecutionContext& context);
+std::size_t divergence_workspace_bytes(std::int64_t rows, std::int64_t classes);
+}  // namespace eaves::cuda
