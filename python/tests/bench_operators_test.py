@@ -106,17 +106,20 @@ def test_dense_logits_have_the_deviation_that_they_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "mode", "options", "count"),
+    ("op", "mode", "options", "of_student", "of_teacher"),
     [
-        ("linear_cross_entropy", "fwd+bwd", {"data": "dense"}, 3),
-        ("linear_log_prob", "fwd+bwd", {"entropy": True}, 3),
-        ("linear_log_prob", "fwd", {"entropy": True}, 1),
-        ("linear_log_prob", "fwd+bwd", {"frozen_head": True}, 2),
+        ("linear_cross_entropy", "fwd+bwd", {"data": "dense"}, 3, 0),
+        ("linear_log_prob", "fwd+bwd", {"entropy": True}, 3, 0),
+        ("linear_log_prob", "fwd", {"entropy": True}, 1, 0),
+        ("linear_log_prob", "fwd+bwd", {"frozen_head": True}, 2, 0),
+        ("linear_kl_div", "fwd+bwd", {"divergence": "jsd"}, 3, 1),
+        ("linear_kl_div", "fwd", {"divergence": "forward"}, 1, 1),
+        ("linear_kl_div", "fwd+bwd", {"top_k": 64}, 3, 0),
     ],
     ids=str,
 )
 def test_the_limit_is_the_products_with_the_gradient_of_the_row(
-    op: str, mode: Mode, options: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
+    op: str, mode: Mode, options: dict[str, Any], of_student: int, of_teacher: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = row_of(op, mode, dtype="fp32", **options)
     inputs = row.make_inputs(CPU, 2)
@@ -131,11 +134,16 @@ def test_the_limit_is_the_products_with_the_gradient_of_the_row(
     monkeypatch.setattr(torch, "matmul", recording)
     assert row.make_limit is not None
     row.make_limit(inputs)()
-    x, weight, _ = inputs.arguments
-    assert len(products) == count and row.flops == 2 * count * x.numel() * len(weight)
+    x, weight, *others = inputs.arguments
+    teacher = others[:2] if of_teacher else []
+    assert len(products) == of_student + of_teacher
+    assert row.flops == 2 * len(weight) * (
+        of_student * x.numel() + of_teacher * sum(each.numel() for each in teacher[:1])
+    )
     exact = verify.results(row, provider(op, "torch").forward(row), inputs)
     del exact["out"]
-    for product, gradient in zip(products, [matmul(x, weight.t()), *exact.values()], strict=True):
+    expected = [matmul(x, weight.t()), *exact.values(), *([matmul(teacher[0], teacher[1].t())] if teacher else [])]
+    for product, gradient in zip(products, expected, strict=True):
         torch.testing.assert_close(product, gradient)
 
 
