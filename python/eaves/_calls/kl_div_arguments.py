@@ -213,7 +213,7 @@ def rows_of(call: KlDivCall, hidden: Tensor, rows: Sequence[int], dtype: torch.d
     if isinstance(call.temperature, Tensor):
         in_rows = temperature_of_rows(OP, call.temperature, rows, "hidden", call.hidden)
         is_ignored = torch.zeros_like(in_rows, dtype=torch.bool) if counts is None else ~counts
-        temperature = divisors_of(OP, in_rows, is_ignored.flatten(), dtype).unsqueeze(1)
+        temperature = divisors_of(OP, in_rows, call.temperature, is_ignored.flatten(), dtype).unsqueeze(1)
     if counts is not None and skips_ignored(hidden, call.skip_ignored):
         kept = counts.nonzero().squeeze(1)
         if kept.shape[0] == counts.shape[0]:

@@ -264,7 +264,8 @@ def _computed(call: LogProbCall, shard: ShardArguments | None) -> Tensor | LogPr
         check_classes(op, "tokens", tokens, classes, ignore_index)
     divisors = None
     if isinstance(temperature, Tensor):
-        divisors = divisors_of(op, temperature, is_ignored, accumulator_dtype(x.dtype))
+        passed_temperature = cast("Tensor", call.temperature)
+        divisors = divisors_of(op, temperature, passed_temperature, is_ignored, accumulator_dtype(x.dtype))
     settings = Settings(op, scale, softcap, ignore_index, outputs, call.inplace_backward, of_head, ranks)
     with torch.autocast(x.device.type, enabled=False):
         found = losses_of(settings, Rows.of(chosen, is_absent, divisors), x, head, bias)

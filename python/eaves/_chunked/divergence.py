@@ -256,19 +256,23 @@ def _log_probs(
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(z), in memory of its own, and the lse of z, which is computed where it is not given."""
-    z = logits.values.to(dtype or accumulator_dtype(logits.values.dtype), copy=True)
+    values, tempering = logits.values, _tempering(logits, temperature)
+    z = values.to(dtype or accumulator_dtype(values.dtype))
     if logits.kind == "probs":
-        z.log_()
+        z = z.log()
     if logits.bias is not None:
-        z.add_(logits.bias)
-    _tempering(logits, temperature).apply_(z)
+        z = z + logits.bias
+    if not tempering.is_identity:
+        z = tempering.apply_(z.clone() if z is values else z)
+    if lse is None and over_ranks is None:
+        log_probs = torch.log_softmax(z, 1)
+        return log_probs, torch.cat([z.amax(1, keepdim=True), -log_probs.amax(1, keepdim=True)], 1)
     if lse is None:
         largest = z.amax(1, keepdim=True) if z.shape[1] else z.new_full((z.shape[0], 1), -math.inf)
         log_sum = (z - largest.masked_fill(largest == -math.inf, 0)).exp_().sum(1, keepdim=True).log_()
-        lse = torch.cat([largest, log_sum], 1)
-        if over_ranks is not None:
-            lse = _merged(lse, over_ranks)
-    return z.sub_(lse[:, :1]).sub_(lse[:, 1:]), lse
+        lse = _merged(torch.cat([largest, log_sum], 1), cast("OverRanks", over_ranks))
+    z = z - lse[:, :1] if z is values else z.sub_(lse[:, :1])
+    return z.sub_(lse[:, 1:]), lse
 
 
 def _merged(lse: Tensor, over_ranks: OverRanks) -> Tensor:

@@ -83,11 +83,15 @@ class Tempering(NamedTuple):
         cap = None if softcap is None else (softcap / exact).to(temperature.dtype)
         return Tempering((scale / exact).to(temperature.dtype), cap)
 
+    @property
+    def is_identity(self) -> bool:
+        return self.cap is None and isinstance(self.factor, float) and self.factor == 1
+
     def apply_(self, z: Tensor) -> Tensor:
         """z' in place of z."""
         if self.cap is not None:
             return z.mul_(self.factor / self.cap).tanh_().mul_(self.cap)
-        return z if isinstance(self.factor, float) and self.factor == 1 else z.mul_(self.factor)
+        return z.mul_(self.factor)
 
     def slope(self, z: Tensor) -> Tensor | float:
         """dz'/dz."""

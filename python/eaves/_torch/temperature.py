@@ -27,14 +27,15 @@ def temperature_of_rows(op: str, temperature: Tensor, rows: Sequence[int], name:
     return temperature.view(shape).expand(rows)
 
 
-def divisors_of(op: str, temperature: Tensor, is_ignored: Tensor, dtype: torch.dtype) -> Tensor:
-    """The temperatures of all rows, [rows]; 1 for ignored ones, whose temperature may be anything."""
+def divisors_of(op: str, temperature: Tensor, passed: Tensor, is_ignored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The temperatures of all rows, [rows], from these in the shape of the rows; 1 for ignored ones, whose temperature
+    may be anything. An error names the place in the tensor that was passed."""
     divisors = temperature.detach().reshape(-1).to(dtype).masked_fill(is_ignored, 1)
     if has_values(temperature):
         is_wrong = ~((divisors > 0) & divisors.isfinite()).view(temperature.shape)
         if is_wrong.any():
             row = is_wrong.nonzero()[0].tolist()
-            index = [place if stride else 0 for place, stride in zip(row, temperature.stride())]
-            value = temperature[tuple(index)].item()
+            index = [place if size > 1 else 0 for place, size in zip(row, passed.shape)]
+            value = passed[tuple(index)].item()
             raise ValueError(f"{op}: temperature{index or ''} is {value}, expected {RANGES['scale'][2]}")
     return divisors
