@@ -127,8 +127,8 @@ def teacher_of(
     refuse_gradient(OP, name, given)
     tokens = call.teacher_tokens
     if tokens is None:
-        what = f"rows as hidden {shape_of(call.hidden)}, classes as head {shape_of(call.head)}"
-        check_shape(OP, name, given, [*rows, classes], what + _PADDING)
+        why = f"rows as hidden {shape_of(call.hidden)}, classes as head {shape_of(call.head)}"
+        check_shape(OP, name, given, [*rows, classes], why + _PADDING)
         given = given.detach()
         try:
             return kind, (given.view(math.prod(rows), classes),)
@@ -160,8 +160,8 @@ def _product_of_teacher(
         ("hidden", call.hidden), shard is not None,
     )  # fmt: skip
     own = call.hidden.shape[:-1]
-    what = f"rows as hidden {shape_of(call.hidden)}"
-    check_shape(OP, "teacher_hidden", hidden, [*own, hidden.shape[-1]], what)
+    why = f"rows as hidden {shape_of(call.hidden)}"
+    check_shape(OP, "teacher_hidden", hidden, [*own, hidden.shape[-1]], why)
     if head.shape[0] != classes:
         raise ValueError(
             f"{OP}: teacher_head has shape {shape_of(head)}, expected [{classes}, {hidden.shape[-1]}] (classes as head "
@@ -223,7 +223,7 @@ def rows_of(call: KlDivCall, hidden: Tensor, rows: Sequence[int], dtype: torch.d
 
 
 def check_values(call: KlDivCall, settings: Settings, of_rows: Rows, classes: int) -> None:
-    """Of classes, where they can be looked at: targets of the hard loss, and the tokens of a top K."""
+    """Values of classes that can be looked at: the targets of the hard loss, and the tokens of a top K."""
     if settings.of_rows.has_hard_loss and call.targets is not None and are_checked(call.targets):
         check_classes(OP, "targets", call.targets, classes, call.ignore_index)
     tokens = call.teacher_tokens

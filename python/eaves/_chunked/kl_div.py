@@ -2,8 +2,8 @@
 rows (head.py, divergence.py).
 
 Gradients are computed in the forward, for an upstream gradient of 1, added up in float32 over the chunks, and rounded
-once, in the backward, when the upstream gradient has multiplied them. Where each row has its own upstream gradient,
-where one of the outputs beside the loss has one, and in a second backward, the backward computes each chunk again.
+once, in the backward, when the upstream gradient has multiplied them. With an upstream gradient for each row, or of an
+output beside the loss, and in a second backward, the backward computes each chunk again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ OP = "linear_kl_div"
 
 
 class Rows(NamedTuple):
-    """Of each row, or of those of a chunk; None: all are alike."""
+    """One number for each row; None: all are alike."""
 
     counts: Tensor | None  # [rows, 1], bool
-    kept: Tensor | None  # which rows are computed, where the others do not count: the indices; None: all
+    kept: Tensor | None  # the indices of the rows that are computed, because the others do not count; None: all
     temperature: Tensor | None  # [rows, 1], in the dtype of sums; 1 of rows that do not count
     weight: Tensor | None  # [rows, 1], in the dtype of sums; 0 of rows that do not count
     targets: Tensor | None  # [rows], int64; 0 of rows that do not count
@@ -54,11 +54,11 @@ class Settings(NamedTuple):
     teacher_rest: str
     scales: tuple[float, float]  # of student and teacher
     softcaps: tuple[float | None, float | None]
-    temperature: float  # where rows have none of their own
+    temperature: float  # if rows have none of their own
     hard_weight: float | None
     mode: int  # the reduction
-    chunk: int  # rows whose logits there are at once
-    group: int  # rows whose gradient of logits there is at once, a multiple of `chunk`
+    chunk: int  # rows with logits at once
+    group: int  # rows with a gradient of logits at once, a multiple of `chunk`
     grad_weight_out: Tensor | None
 
 
@@ -93,8 +93,8 @@ def _compute(
     grad_head: Tensor | None = None,
 ) -> tuple[Outputs, list[Tensor | None]]:
     """The outputs, and the gradients of the student's tensors that are wanted, in the dtype of sums: of the sum of the
-    rows' losses, or with the `upstream` gradients of the rows' statistics. That of the head is added to `grad_head`
-    where it is given."""
+    rows' losses, or with the `upstream` gradients of the rows' statistics. That of the head is added to `grad_head`,
+    if it is given."""
     student, teacher, rows = Product(*tensors[:3]), tensors[3:6], Rows(*tensors[6:])
     x, dtype = student.hidden, accumulator_dtype(student.hidden.dtype)
     upstream = upstream or _of_loss(1.0, settings, rows)
@@ -284,7 +284,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def _finished(gradients: list[Tensor | None], upstream: Tensor | None, ctx: Any) -> tuple[Tensor | None, ...]:
-    """Gradients from their sums, multiplied by an upstream gradient where it is given, and rounded once."""
+    """Gradients from their sums, multiplied by an upstream gradient, if it is given, and rounded once."""
     out = ctx.settings.grad_weight_out
     if upstream is not None:
         for each in given(*gradients):

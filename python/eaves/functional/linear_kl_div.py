@@ -132,12 +132,12 @@ def linear_kl_div(
     z, without the temperature, from the same products. The mix (1 - a) * cross entropy + a * T^2 * divergence of Hinton
     et al. and of DistillKit is a * T^2 times this loss with hard_weight = (1 - a) / (a * T^2).
 
-    Everything is computed in float32 (float64 where hidden is float64): logits are float32 sums of the products. The
+    Everything is computed in float32 (float64 for float64 hidden states): logits are float32 sums of the products. The
     gradient of the student's logits is rounded once, to the dtype of `hidden`, as the factor of two products that it
     is. The gradient of head is added up in float32 and rounded once.
 
     With "sum" and "mean" the forward computes the gradients too, and keeps them in float32: four matrix products, three
-    with a frozen head, two where no gradient is wanted. With "none", with a gradient of one of the outputs, and in a
+    with a frozen head, two without gradients. With "none", with a gradient of one of the outputs, and in a
     second backward, the backward computes the logits again: two products more. A teacher without a head takes one
     product less each time.
 
@@ -155,9 +155,9 @@ def linear_kl_div(
             torch.no_grad().
         teacher_head: the teacher's head, [V, E], in the dtype of teacher_hidden, which need not be that of hidden; or a
             torch.nn.Linear. It gets no gradient, nor does teacher_bias; either may be a parameter that requires one.
-        teacher_logits, teacher_log_probs, teacher_probs: in place of the teacher's head, what it gave, [..., V], in any
-            floating-point dtype: t = softmax(logits / temperature), softmax(log_probs / temperature), or
-            softmax(log(probs) / temperature). Rows that do not count may hold anything.
+        teacher_logits, teacher_log_probs, teacher_probs: numbers of each class in place of the teacher's head,
+            [..., V], in any floating-point dtype: t = softmax(logits / temperature), softmax(log_probs / temperature),
+            or softmax(log(probs) / temperature). Rows that do not count may hold anything.
         teacher_tokens: with teacher_log_probs of the same shape, [..., K], the top K tokens of a served teacher, int32
             or int64, each at most once in a row. A place with a token below 0, or with the log-probability -inf, is
             padding; a row of padding has divergence 0.
@@ -170,13 +170,13 @@ def linear_kl_div(
                            (DistillKit's zero). Not with "reverse", which is infinite then.
             "ignore"       The sum over the K alone, of undivided probabilities (verl). It may be below 0.
             The temperature divides the log-probabilities; with "class" and "ignore" the distribution of K + 1 classes
-            is what softmax makes of them, because nobody knows the rest one by one. For log-probabilities that were
+            is softmax of them all, because nobody knows the rest one by one. For log-probabilities that were
             served at the temperature T, pass scale=1/T and no temperature. A rest counts at least as the epsilon of
             float32.
         targets: None, or of each row a class, int32 or int64: the shape of hidden without D. Without a hard loss it is
             only compared with ignore_index.
         bias, teacher_bias: [V], in the dtype of the hidden states or float32. A class that the teacher masks (-inf)
-            leaves "forward" and "jsd" finite, and makes "reverse" infinite, with a gradient of NaN, unless the student
+            leaves "forward" and "jsd" finite and makes "reverse" infinite, with a gradient of NaN, unless the student
             masks it too. A class that the student alone masks makes "forward" infinite, if the teacher has mass there.
         scale, softcap, teacher_scale, teacher_softcap: None, or positive numbers, as in eaves.linear_cross_entropy. The
             teacher's go with teacher_hidden and teacher_logits.
@@ -189,7 +189,7 @@ def linear_kl_div(
         ignore_index: rows with this target do not count: divergence, outputs and gradient are 0.
         reduction: "none" (the losses of the rows), "sum" or "mean", over the rows that count; with row_weight, divided
             by the sum of the weights.
-        normalizer: with "mean", what the sum is divided by instead: a number, or a tensor with one element on the
+        normalizer: with "mean", the divisor of the sum instead: a number, or a tensor with one element on the
             device of hidden, which is not waited for. It gets no gradient. Not negative; a tensor on a GPU is not
             checked.
         divergence: "forward", "reverse", "jsd" or "total_variation".
