@@ -249,8 +249,8 @@ def _cost(chunk: int, group: int) -> float:
 
 
 def _mean(total: Tensor, normalizer: Tensor | None, weights: Tensor | None, rows: Sequence[int]) -> Tensor:
-    """The sum over the rows divided by the normalizer or the weights. Over 0 it is as in the other losses: infinite, but
-    for 0 / 0, which is 0; and the gradient is 0."""
+    """The sum over the rows divided by the normalizer or the weights. Over 0 it is infinite, but 0 / 0 is 0, as in the
+    other losses; and the gradient is 0."""
     if normalizer is None and weights is None:
         return total * (1 / max(1, math.prod(rows)))
     if normalizer is not None:
