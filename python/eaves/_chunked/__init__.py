@@ -1,1 +1,1 @@
-"""Heads in chunks of rows, in PyTorch's own operators: several tokens or a temperature a row, and divergences."""
+"""Heads in chunks of rows: several tokens or a temperature a row, and divergences."""

@@ -213,8 +213,9 @@ def linear_kl_div(
             of both have the same sizes.
         grad_weight_out: None, or a tensor of head's shape that each backward adds the gradient of head to, as in
             eaves.linear_cross_entropy.
-        workspace_bytes: how much scratch memory the chunks are cut for, in bytes; None: 512 MiB on a GPU, 32 MiB on the
-            CPU. The least is one row of V classes. The gradients, in float32, come on top.
+        workspace_bytes: how much scratch memory the chunks are cut for, in bytes; None: 32 MiB on the CPU, 512 MiB on a
+            GPU, there at least the size of a 16-bit head with a gradient. The least is one row of V classes. The
+            gradients, in float32, come on top.
 
     Returns:
         The loss: float32, or float64 for float64 hidden states; of shape [], or with reduction="none" of shape
