@@ -13,7 +13,7 @@ namespace {
 
 constexpr const char* kOp = "linear_kl_div";
 
-#define EAVES_ROWS                                                                                                  \
+#define EAVES_ROWS                                                                                                 \
   "Tensor student, Tensor? bias, Tensor teacher, Tensor? teacher_bias, Tensor? temperature, Tensor? targets, int " \
   "divergence, bool teacher_holds_probabilities, float[] numbers"
 
@@ -74,10 +74,17 @@ struct OfRows {
   std::vector<double> upstream;
 
   static OfRows read(Arguments& arguments) {
-    return {arguments.read<Tensor>(),         arguments.read<Tensor>(),         arguments.read<Tensor>(),
-            arguments.read<OptionalTensor>(), arguments.read<OptionalTensor>(), arguments.read<OptionalTensor>(),
-            arguments.read<OptionalTensor>(), arguments.read<OptionalTensor>(), arguments.read<OptionalTensor>(),
-            arguments.read<OptionalTensor>(), arguments.read<std::vector<double>>()};
+    return {arguments.read<Tensor>(),
+            arguments.read<Tensor>(),
+            arguments.read<Tensor>(),
+            arguments.read<OptionalTensor>(),
+            arguments.read<OptionalTensor>(),
+            arguments.read<OptionalTensor>(),
+            arguments.read<OptionalTensor>(),
+            arguments.read<OptionalTensor>(),
+            arguments.read<OptionalTensor>(),
+            arguments.read<OptionalTensor>(),
+            arguments.read<std::vector<double>>()};
   }
 };
 

@@ -67,7 +67,5 @@ void implement(Library& library) { library.impl("add_product", EAVES_BOX(add_pro
 }  // namespace
 }  // namespace eaves::binding
 
-STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
-  library.def("add_product(Tensor(a!) sum, Tensor a, Tensor b) -> ()");
-}
+STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) { library.def("add_product(Tensor(a!) sum, Tensor a, Tensor b) -> ()"); }
 EAVES_IMPLEMENT(eaves::binding::implement)

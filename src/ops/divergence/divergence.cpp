@@ -94,12 +94,10 @@ void divergence_backward(const DivergenceBackwardArgs& args, const ExecutionCont
   check_lse({kBackward, "lse", args.lse});
   check_lse({kBackward, "teacher_lse", args.teacher_lse});
   if (args.inputs.targets.is_present) check_lse({kBackward, "hard_lse", args.hard_lse});
-  for (const auto& [name, number] : {std::pair{"centre", &args.centre}, std::pair{"entropy", &args.entropy},
-                                     std::pair{"hard_loss", &args.hard_loss},
-                                     std::pair{"grad_divergence", &args.grad_divergence},
-                                     std::pair{"grad_lse", &args.grad_lse},
-                                     std::pair{"grad_entropy", &args.grad_entropy},
-                                     std::pair{"grad_hard_loss", &args.grad_hard_loss}}) {
+  for (const auto& [name, number] :
+       {std::pair{"centre", &args.centre}, std::pair{"entropy", &args.entropy}, std::pair{"hard_loss", &args.hard_loss},
+        std::pair{"grad_divergence", &args.grad_divergence}, std::pair{"grad_lse", &args.grad_lse},
+        std::pair{"grad_entropy", &args.grad_entropy}, std::pair{"grad_hard_loss", &args.grad_hard_loss}}) {
     check_row_number({kBackward, name, number->values}, values.shape, values.device);
   }
   const Argument grad_values{kBackward, "grad_values", args.grad_values};

@@ -1,16 +1,16 @@
-// The divergence of two distributions over the classes, row by row, and the gradient of the student's logits: the passes
-// of a distillation loss over the logits of a chunk. On a GPU alone; python/eaves/_chunked/divergence.py has the same in
-// PyTorch's operators, for the CPU and float64.
+// The divergence of two distributions over the classes, row by row, and the gradient of the student's logits: the
+// passes of a distillation loss over the logits of a chunk. On a GPU alone; python/eaves/_chunked/divergence.py has the
+// same in PyTorch's operators, for the CPU and float64.
 //
 //   z = logits / temperature,  s = softmax(z) of the student,  t = softmax(z) of the teacher
 //
 //   forward           sum t * (log t - log s)
 //   reverse           sum s * (log s - log t)
-//   jsd               beta * sum t * (log t - log m) + (1 - beta) * sum s * (log s - log m),  m = beta * t + (1 - beta) * s
-//   total_variation   sum |s - t| / 2
+//   jsd               beta * sum t * (log t - log m) + (1 - beta) * sum s * (log s - log m),  m = beta * t + (1 - beta)
+//   * s total_variation   sum |s - t| / 2
 //
-// With f' the derivative of the summand by s, the gradient of z is s * (f' - centre), centre = sum s * f'. A summand is 0
-// where its probability is.
+// With f' the derivative of the summand by s, the gradient of z is s * (f' - centre), centre = sum s * f'. A summand is
+// 0 where its probability is.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ struct Distribution {
   TensorView values = {};  ///< [rows, classes], rows of unit stride; float32, of a teacher also float16 or bfloat16
   TensorView bias = {};    ///< [classes], contiguous float32; or absent
   double scale = 1.0;
-  double softcap = 0.0;                ///< 0: none
+  double softcap = 0.0;              ///< 0: none
   bool holds_probabilities = false;  ///< the logits are log(values)
 };
 
@@ -45,7 +45,8 @@ struct DivergenceInputs {
   RowNumber temperature = {{}, 1.0};
   Divergence divergence = Divergence::forward;
   double beta = 0.5;
-  TensorView targets = {};  ///< [rows], int64: classes of a cross entropy of the student's logits at temperature 1; optional
+  TensorView targets =
+      {};  ///< [rows], int64: classes of a cross entropy of the student's logits at temperature 1; optional
 };
 
 /// Columns of `statistics`. An lse is two of them: the largest z, and the logarithm of the sum of exp(z - largest).
@@ -54,8 +55,8 @@ enum class DivergenceStatistic : std::uint8_t {
   lse,
   teacher_lse = 3,
   centre = 5,
-  entropy,    ///< of s
-  hard_lse,   ///< of the student's logits at temperature 1
+  entropy,   ///< of s
+  hard_lse,  ///< of the student's logits at temperature 1
   hard_loss = 9,
 };
 inline constexpr std::int64_t kDivergenceStatistics = 10;

@@ -1,6 +1,6 @@
-// divergence on a GPU: one pass over both rows for each lse and a KL divergence, a second one for a divergence that needs
-// both lse first, and one for the gradient. Every pass reads the two rows side by side, a block a piece of a row, and
-// waits for memory alone.
+// divergence on a GPU: one pass over both rows for each lse and a KL divergence, a second one for a divergence that
+// needs both lse first, and one for the gradient. Every pass reads the two rows side by side, a block a piece of a row,
+// and waits for memory alone.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@ namespace {
 // ---- policy --------------------------------------------------------------------------------------------------------
 
 constexpr int kThreads = 256;
-constexpr int kVectors = 4;             // groups of four columns that a thread loads of each row before it uses the first
+constexpr int kVectors = 4;  // groups of four columns that a thread loads of each row before it uses the first
 constexpr int kColumns = 4 * kVectors;  // of a thread at once
 constexpr std::int64_t kBatch = std::int64_t{kThreads} * kColumns;
 /// Columns of a block, whatever the number of rows: a row's result does not depend on the others.
@@ -271,9 +271,9 @@ struct KlState {
   float teacher_largest = -infinity<float>();
   float student_sum = 0.0f;
   float teacher_sum = 0.0f;
-  float divergence = 0.0f;  ///< of p from q: exp(z_p) * (z_p - z_q), each z without its largest
-  float entropy = 0.0f;     ///< exp(z) * z of the student, likewise
-  float hard_sum = 0.0f;    ///< of the student's exponentials at temperature 1
+  float divergence = 0.0f;            ///< of p from q: exp(z_p) * (z_p - z_q), each z without its largest
+  float entropy = 0.0f;               ///< exp(z) * z of the student, likewise
+  float hard_sum = 0.0f;              ///< of the student's exponentials at temperature 1
   float target = -infinity<float>();  ///< its logit
 };
 
@@ -295,8 +295,8 @@ struct KlReduction {
     const float moved_student = move(state.student_largest, student);
     const float moved_teacher = move(state.teacher_largest, teacher);
     const float sum = is_reverse ? -state.student_sum : state.teacher_sum;
-    state.divergence = weighted(is_reverse ? of_student : of_teacher,
-                                fmaf(sum, moved_teacher - moved_student, state.divergence));
+    state.divergence =
+        weighted(is_reverse ? of_student : of_teacher, fmaf(sum, moved_teacher - moved_student, state.divergence));
     state.entropy = weighted(of_student, fmaf(state.student_sum, moved_student, state.entropy));
     if (per_temperature != 1.0f) state.hard_sum *= step(state.student_largest, student, 1.0f);
     state.student_sum *= of_student;
@@ -472,8 +472,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 /// A thread a row.
 template <typename Reduction>
-__global__ void __launch_bounds__(kThreads)
-    merge_pieces_of_rows(const __grid_constant__ Inputs in, float* statistics, const typename Reduction::State* states) {
+__global__ void __launch_bounds__(kThreads) merge_pieces_of_rows(const __grid_constant__ Inputs in, float* statistics,
+                                                                 const typename Reduction::State* states) {
   const std::int64_t row = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (row >= in.rows) return;
   float* const to = statistics + row * kDivergenceStatistics;
@@ -576,9 +576,10 @@ struct RowGradient {
       const float teacher_logit = in.teacher.logit<kIsUsual>(teacher, column).value;
       const float log_t = teacher_lse.log_probability(teacher_logit, per_temperature);
       const float t = exponential(log_t);
-      const float product = divergence == Divergence::forward   ? -t
-                            : divergence == Divergence::reverse ? weighted(s, log_s - log_t)
-                                                                : term_of(divergence, in.beta, log_s, log_t, s, t).weighted;
+      const float product = divergence == Divergence::forward ? -t
+                            : divergence == Divergence::reverse
+                                ? weighted(s, log_s - log_t)
+                                : term_of(divergence, in.beta, log_s, log_t, s, t).weighted;
       of_z = grad_divergence * fmaf(-centre, s, product);
     }
     if constexpr (kIsUsual) return of_z * (per_temperature * in.student.scale);
@@ -586,7 +587,8 @@ struct RowGradient {
     if (grad_entropy != 0.0f) of_z -= grad_entropy * weighted(s, log_s + entropy);
     of_z *= per_temperature;
     if (grad_hard_loss != 0.0f) {
-      of_z += grad_hard_loss * (column == target ? of_target : exponential(hard_lse.log_probability(logit.value, 1.0f)));
+      of_z +=
+          grad_hard_loss * (column == target ? of_target : exponential(hard_lse.log_probability(logit.value, 1.0f)));
     }
     return of_z * logit.slope;
   }
