@@ -21,7 +21,7 @@ from eaves._calls.kl_div_arguments import (
 )
 from eaves._calls.linear_cross_entropy import with_tensors_of_linear
 from eaves._chunked.distributions import RESTS, DivergenceSettings
-from eaves._chunked.divergence import DIVERGENCES, has_kernels
+from eaves._chunked.divergence import DIVERGENCES, MERGED, has_kernels
 from eaves._chunked.head import OverRanks, chunk_size
 from eaves._chunked.kl_div import OP, Settings, outputs_of
 from eaves._parallel.agreement import agreed_place, digest, dtypes
@@ -166,7 +166,7 @@ def _settings(call: KlDivCall, names: Sequence[str], kind: str, mode: int) -> Se
     return Settings(
         DivergenceSettings(divergence, beta, "entropy" in names, has_hard_loss), kind, rest,
         (number("scale") or 1.0, number("teacher_scale") or 1.0), (number("softcap"), number("teacher_softcap")),
-        temperature if isinstance(temperature, float) else 1.0, hard_weight, mode, 1, 1, call.grad_weight_out,
+        temperature if isinstance(temperature, float) else 1.0, hard_weight, mode, 1, 1, None, call.grad_weight_out,
     )  # fmt: skip
 
 
@@ -232,7 +232,11 @@ def _with_sizes(
 
     sizes = [sizes_with(chunks) for chunks in ((1, 2, 3, 4) if adds_to_head else (1,))]
     chunk, group = min(sizes, key=lambda each: _cost(*each))
-    return settings._replace(chunk=chunk, group=group)
+    alone = None
+    if kind == "head" and settings.of_rows.divergence in MERGED and has_kernels(hidden, settings.of_rows, False):
+        rows = max(1, min(hidden.shape[0], 2048))
+        alone = rows, max(2 * _TILE, limit // (of_class * rows) // (2 * _TILE) * 2 * _TILE)
+    return settings._replace(chunk=chunk, group=group, alone=alone)
 
 
 _TILE = 128  # rows of a product's tile

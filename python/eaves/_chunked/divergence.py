@@ -17,7 +17,7 @@ Classes may be cut over ranks: an lse is merged, and the sums are added up, befo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -123,63 +123,87 @@ def write_gradient(
 # ----------------------------------------------------------------------------------------------- by kernels of a GPU
 
 
+MERGED = ("forward", "reverse")  # of statistics that merge over disjoint classes
+
+
 def has_kernels(x: Tensor, settings: DivergenceSettings, is_top_k: bool) -> bool:
     """Where x is. A divergence that is no KL needs the lse of all ranks between two passes, which the kernels do in one
     call."""
-    is_kl = is_top_k or settings.divergence in ("forward", "reverse")
+    is_kl = is_top_k or settings.divergence in MERGED
     return x.is_cuda and accumulator_dtype(x.dtype) == torch.float32 and (is_kl or settings.over_ranks is None)
 
 
 def _have_kernels(student: Logits, teacher: Logits | TopK, settings: DivergenceSettings) -> bool:
-    is_top_k = isinstance(teacher, TopK)
     of_teacher = teacher.log_probs if isinstance(teacher, TopK) else teacher.values
-    is_served = of_teacher.dtype != torch.float64 and student.values.shape[1] > 0
-    return is_served and has_kernels(student.values, settings, is_top_k)
+    return of_teacher.dtype != torch.float64 and has_kernels(student.values, settings, isinstance(teacher, TopK))
 
 
 def _statistics_by_kernels(
     student: Logits, teacher: Logits | TopK, temperature: Number, settings: DivergenceSettings, targets: Tensor | None
 ) -> RowStatistics:
-    over_ranks, is_top_k = settings.over_ranks, isinstance(teacher, TopK)
-    divergence = ("forward", 0.0) if is_top_k else (settings.divergence, settings.beta)
-    own = None if targets is None or over_ranks is None else targets - over_ranks.place.first_class
-    # Of a TopK the student stands in for the teacher: each class is read once.
-    other = student if isinstance(teacher, TopK) else teacher
-    found = kernels.statistics(student, other, temperature, divergence, targets if own is None else own)
-    numbers = RowStatistics(
-        found[:, 0], found[:, 1:3], found[:, 3:5], found[:, 5], found[:, 6], found[:, 7:9], found[:, 9]
-    )  # fmt: skip
-    if over_ranks is not None:
-        numbers = _merged_statistics(numbers, settings, own)
-    if isinstance(teacher, TopK):
-        terms = _terms_of_top_k(student, teacher, temperature, settings, numbers.lse)
-        numbers = numbers._replace(divergence=terms.divergence, centre=terms.centre, teacher_lse=None)
-    if not settings.has_entropy:
-        numbers = numbers._replace(entropy=None)
-    return numbers if settings.has_hard_loss else numbers._replace(hard_lse=None, hard_loss=None)
+    found = of_parts([statistics_of_part(student, teacher, temperature, settings, targets)], settings)
+    if not isinstance(teacher, TopK):
+        return found
+    terms = _terms_of_top_k(student, teacher, temperature, settings, found.lse)
+    return found._replace(divergence=terms.divergence, centre=terms.centre, teacher_lse=None)
 
 
-def _merged_statistics(own: RowStatistics, settings: DivergenceSettings, own_targets: Tensor | None) -> RowStatistics:
-    """Of all ranks, from the statistics of each rank's classes alone: a KL divergence and an entropy of a mixture of
-    disjoint distributions are those of the parts and of the parts' masses."""
-    over_ranks = cast("OverRanks", settings.over_ranks)
-    divergence, lse, teacher_lse, centre, entropy, hard_lse, hard_loss = cast("tuple[Tensor, ...]", own)
-    merged, merged_teacher, merged_hard = (_merged(each, over_ranks) for each in (lse, teacher_lse, hard_lse))
+def statistics_of_part(
+    student: Logits,
+    teacher: Logits | TopK,
+    temperature: Number,
+    settings: DivergenceSettings,
+    targets: Tensor | None,
+    first_class: int = 0,
+) -> Tensor:
+    """[rows, 10], the statistics of both over the classes that are there, from `first_class` of this rank's on."""
+    if targets is not None:
+        first = first_class + (0 if settings.over_ranks is None else settings.over_ranks.place.first_class)
+        targets = targets - first if first else targets
+    if isinstance(teacher, TopK):  # the student stands in for it: each class is read once
+        return kernels.statistics(student, student, temperature, ("forward", 0.0), targets)
+    return kernels.statistics(student, teacher, temperature, (settings.divergence, settings.beta), targets)
 
-    def log_mass(of_rank: Tensor, of_all: Tensor) -> Tensor:
-        return (of_rank - of_all).sum(1)
 
-    log_s, log_t = log_mass(lse, merged), log_mass(teacher_lse, merged_teacher)
-    log_p, log_q = (log_s, log_t) if settings.divergence == "reverse" else (log_t, log_s)
-    divergence = _summed(_weighted_(divergence + (log_p - log_q), log_p.exp()), over_ranks)
-    entropy = _summed(_weighted_(entropy - log_s, log_s.exp()), over_ranks)
-    if own_targets is not None:
-        is_here = (own_targets >= 0) & (own_targets < over_ranks.place.columns)
-        hard_loss = _summed((hard_loss - log_mass(hard_lse, merged_hard)).where(is_here, 0), over_ranks)
-    centre = divergence if settings.divergence == "reverse" else centre
+def of_parts(parts: Sequence[Tensor], settings: DivergenceSettings) -> RowStatistics:
+    """Of all classes of all ranks, from statistics_of_part of disjoint classes."""
+    found = parts[0] if len(parts) == 1 else _merged_parts(torch.stack(list(parts)), settings)
+    if settings.over_ranks is not None:
+        found = _merged_parts(all_gather(found, group_of(settings.over_ranks.shard)).wait(), settings)
     return RowStatistics(
-        divergence.clamp(min=0), merged, merged_teacher, centre, entropy, merged_hard, hard_loss
-    )  # fmt: skip
+        divergence=found[:, 0],
+        lse=found[:, 1:3],
+        teacher_lse=found[:, 3:5],
+        centre=found[:, 5],
+        entropy=found[:, 6] if settings.has_entropy else None,
+        hard_lse=found[:, 7:9] if settings.has_hard_loss else None,
+        hard_loss=found[:, 9] if settings.has_hard_loss else None,
+    )
+
+
+def _merged_parts(parts: Tensor, settings: DivergenceSettings) -> Tensor:
+    """[parts, rows, 10] -> [rows, 10]. A KL divergence and an entropy of mixtures of disjoint distributions are the
+    means of the parts' own, and the ones of the parts' masses."""
+    divergence, *lses, centre, entropy, hard_largest, hard_log_sum, hard_loss = parts.unbind(-1)
+
+    def merged(largest: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The lse of all, and the logarithm of each part's mass."""
+        of_all = largest.amax(0)
+        log_sum_of_all = torch.logsumexp(largest - of_all + log_sum, 0)
+        return of_all, log_sum_of_all, (largest - of_all) + (log_sum - log_sum_of_all)
+
+    (*lse, log_s), (*teacher_lse, log_t) = merged(*lses[:2]), merged(*lses[2:])
+    *hard_lse, log_hard = merged(hard_largest, hard_log_sum)
+    log_p, log_q = (log_s, log_t) if settings.divergence == "reverse" else (log_t, log_s)
+    divergence = _weighted_(divergence + (log_p - log_q), log_p.exp()).sum(0)
+    entropy = _weighted_(entropy - log_s, log_s.exp()).sum(0)
+    # One part has the target, the others NaN.
+    hard_loss = hard_loss - log_hard
+    hard_loss = hard_loss.masked_fill(hard_loss.isnan(), -math.inf).amax(0)
+    hard_loss = hard_loss.masked_fill(hard_loss == -math.inf, math.nan)
+    centre = divergence if settings.divergence == "reverse" else centre[0]
+    numbers = (divergence.clamp(min=0), *lse, *teacher_lse, centre, entropy, *hard_lse, hard_loss)
+    return torch.stack(numbers, -1)
 
 
 def _write_gradient_by_kernels(
@@ -207,9 +231,9 @@ def _write_gradient_by_kernels(
         return
     terms = _terms_of_top_k(student, teacher, temperature, settings, of_rows.lse)
     places, is_here = _places(teacher.tokens, student.values, over_ranks)
-    values = student.values.gather(1, places)
+    values = _gathered(student.values, places)
     if student.bias is not None:
-        values += student.bias[places]
+        values += _gathered(student.bias.unsqueeze(0).expand(values.shape[0], -1), places)
     listed = student._replace(values=values, bias=None)
     gradient = upstream.divergence * terms.gradient * _slope(listed, temperature)
     if any(each is not None for each in others):
