@@ -300,4 +300,4 @@ def test_without_a_gradient_classes_may_be_cut(divergence: str, dtype: torch.dty
             x, head, y, teacher, divergence=divergence, workspace_bytes=workspace_bytes, **options
         )  # fmt: skip
         for name, actual, expected in zip(found._fields, found, whole, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=3e-6, atol=3e-6, msg=lambda text: f"{name}: {text}")
+            torch.testing.assert_close(actual, expected, rtol=3e-6, atol=3e-6, msg=name)
