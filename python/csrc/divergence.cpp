@@ -17,7 +17,7 @@ constexpr const char* kOp = "linear_kl_div";
   "Tensor student, Tensor? bias, Tensor teacher, Tensor? teacher_bias, Tensor? temperature, Tensor? targets, int " \
   "divergence, bool teacher_holds_probabilities, float[] numbers"
 
-/// `numbers`: the scale and the soft cap of the student, those of the teacher, temperature, beta.
+/// `numbers`: scale and soft cap of the student, scale and soft cap of the teacher, temperature, beta.
 struct Rows {
   Tensor student;
   OptionalTensor bias;
@@ -66,7 +66,7 @@ Tensor forward(Rows rows) {
   "Tensor lse, Tensor teacher_lse, Tensor centre, Tensor? entropy, Tensor? hard_lse, Tensor? hard_loss, Tensor? " \
   "grad_divergence, Tensor? grad_lse, Tensor? grad_entropy, Tensor? grad_hard_loss, float[] upstream"
 
-/// `upstream`: the gradients of divergence, lse, entropy and hard loss, where they are no tensors.
+/// `upstream`: the gradients of divergence, lse, entropy and hard loss that are no tensors.
 struct OfRows {
   Tensor lse, teacher_lse, centre;
   OptionalTensor entropy, hard_lse, hard_loss;

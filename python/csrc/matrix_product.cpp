@@ -1,5 +1,5 @@
-// The product of two matrices, added to a third: with what heads in chunks of rows (python/eaves/_chunked/head.py) add
-// up their gradients.
+// The product of two matrices, added to a third. Heads in chunks of rows (python/eaves/_chunked/head.py) add up their
+// gradients with it.
 #include <algorithm>
 
 #include "core/check.h"

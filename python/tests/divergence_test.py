@@ -33,7 +33,7 @@ def softmax_of(logits: Logits, temperature: Tensor | float) -> Tensor:
 
 
 def times(p: Tensor, number: Tensor) -> Tensor:
-    """p * number, and 0 where p is 0: in the gradient too."""
+    """p * number, and 0 if p is 0: in the gradient too."""
     return torch.where(p == 0, 0, p * number.masked_fill(p == 0, 0))
 
 
@@ -90,7 +90,7 @@ class Case:
         )  # fmt: skip
 
     def size(self) -> Tensor:
-        """Of each row: how much larger than 1 the numbers are whose roundings an exponential has, its scale."""
+        """How much larger than 1 the numbers of each row are, whose roundings an exponential has."""
         largest = torch.stack(
             [
                 (each.values.double() if each.kind != "probs" else each.values.double().log()).abs().amax(1)
@@ -100,7 +100,7 @@ class Case:
         return 1 + self.student.scale * largest / self._temperature().clamp(max=1)
 
     def scale(self, upstream: RowFactors) -> Tensor:
-        """Of each row: of the terms of the gradient, as if they did not cancel."""
+        """The size of the terms of each row's gradient, as if they did not cancel."""
         log_s, log_t = (softmax_of(each, self.temperature) for each in (self.student, self.teacher))
         terms = 1 + times(log_s.exp(), (log_s - log_t).abs() + log_s.abs()).amax(1)
         factors = sum(each.abs().double().squeeze(1) for each in upstream if each is not None)
@@ -204,7 +204,7 @@ def test_classes_without_probability(divergence: str, device: torch.device) -> N
     rows = [row for row in range(ROWS) if row != infinite]
     torch.testing.assert_close(found[rows].double(), expected[rows], rtol=2e-6, atol=2e-6)
     if infinite is None:
-        rows = [0, 3, 4]  # autograd has no gradient of the formula where a logarithm is infinite
+        rows = [0, 3, 4]  # an infinite logarithm leaves autograd without a gradient
     actual = case.gradient(RowFactors(1.0))
     assert not actual[rows, 3].any()
     expected = gradient.nan_to_num(0)

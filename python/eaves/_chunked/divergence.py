@@ -74,7 +74,7 @@ def write_gradient(
     out: Tensor,
 ) -> None:
     """Writes the gradient of the student's `values`, rounded once to the dtype of `out`, [rows, V], which may be
-    `student.values`. Of a row whose upstream gradients are 0 it is 0, whatever the logits are."""
+    `student.values`. Rows whose upstream gradients are 0 have gradient 0 for any logits."""
     if _have_kernels(student, teacher, settings):
         return _write_gradient_by_kernels(
             student, teacher, temperature, settings, of_rows, targets, upstream, out
@@ -123,12 +123,12 @@ def write_gradient(
 # ----------------------------------------------------------------------------------------------- by kernels of a GPU
 
 
-MERGED = ("forward", "reverse")  # of statistics that merge over disjoint classes
+MERGED = ("forward", "reverse")  # their statistics merge over disjoint classes
 
 
 def has_kernels(x: Tensor, settings: DivergenceSettings, is_top_k: bool) -> bool:
-    """Where x is. A divergence that is no KL needs the lse of all ranks between two passes, which the kernels do in one
-    call."""
+    """On the device of x, for its dtype. A divergence that is no KL needs the lse of all ranks between two passes, which
+    the kernels do in one call."""
     is_kl = is_top_k or settings.divergence in MERGED
     return x.is_cuda and accumulator_dtype(x.dtype) == torch.float32 and (is_kl or settings.over_ranks is None)
 
@@ -166,7 +166,7 @@ def statistics_of_part(
 
 
 def of_parts(parts: Sequence[Tensor], settings: DivergenceSettings) -> RowStatistics:
-    """Of all classes of all ranks, from statistics_of_part of disjoint classes."""
+    """The statistics over all classes of all ranks, from statistics_of_part of disjoint classes."""
     found = parts[0] if len(parts) == 1 else _merged_parts(torch.stack(list(parts)), settings)
     if settings.over_ranks is not None:
         found = _merged_parts(all_gather(found, group_of(settings.over_ranks.shard)).wait(), settings)
@@ -252,7 +252,7 @@ def _write_gradient_by_kernels(
 
 
 def _clear_rows_(gradient: Tensor, upstream: RowFactors) -> None:
-    """Of rows without an upstream gradient, which the product with 0 leaves NaN where a logit is."""
+    """Clears rows without an upstream gradient: a product of 0 and NaN is NaN."""
     given = [each for each in upstream if each is not None]
     if given and all(isinstance(each, Tensor) for each in given):
         has_one = torch.stack([cast("Tensor", each) != 0 for each in given]).any(0)

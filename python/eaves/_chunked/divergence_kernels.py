@@ -41,7 +41,7 @@ def write_gradient(
 def _arguments(
     student: Logits, teacher: Logits, temperature: Number, divergence: tuple[str, float], targets: Tensor | None
 ) -> tuple[object, ...]:
-    """Those that both operators take."""
+    """The arguments of both operators."""
     logits: list[Tensor | None] = []
     for each in (student, teacher):
         values = each.values if each.values.stride(1) == 1 else each.values.contiguous()

@@ -1,5 +1,5 @@
-"""What the operators share that compute a head in chunks of rows: the size of a chunk, the product, and the two
-products of its gradients.
+"""A head in chunks of rows, for several operators: the size of a chunk, the product, and the two products of its
+gradients.
 
 Logits are float32 sums of a product (float64 for float64). Gradients are added up over the chunks, and what the
 gradient of the logits is rounded to, once, is the dtype of the hidden states, as the factor of two products that it is.

@@ -10,7 +10,7 @@
 //   * s total_variation   sum |s - t| / 2
 //
 // With f' the derivative of the summand by s, the gradient of z is s * (f' - centre), centre = sum s * f'. A summand is
-// 0 where its probability is.
+// 0 if its probability is.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ namespace eaves {
 
 enum class Divergence : std::uint8_t { forward, reverse, jsd, total_variation };
 
-/// Of the logits u = values + bias: scale * u, or with a soft cap softcap * tanh(scale * u / softcap).
+/// Logits from u = values + bias: scale * u, or with a soft cap softcap * tanh(scale * u / softcap).
 struct Distribution {
   TensorView values = {};  ///< [rows, classes], rows of unit stride; float32, of a teacher also float16 or bfloat16
   TensorView bias = {};    ///< [classes], contiguous float32; or absent
@@ -75,7 +75,7 @@ struct DivergenceBackwardArgs {
   RowNumber entropy = {};
   RowNumber hard_loss = {};
 
-  /// Upstream gradients. Of a row in which all are 0 the gradient is 0, whatever the logits are.
+  /// Upstream gradients. If all of a row are 0, its gradient is 0 for any logits.
   RowNumber grad_divergence = {};
   RowNumber grad_lse = {};
   RowNumber grad_entropy = {};

@@ -19,7 +19,7 @@
 namespace eaves::cuda {
 namespace {
 
-// ---- policy --------------------------------------------------------------------------------------------------------
+// ---- policy ---------------------------------------------------------------------------------------------------------
 
 constexpr int kThreads = 256;
 constexpr int kVectors = 4;  // groups of four columns that a thread loads of each row before it uses the first
@@ -29,9 +29,10 @@ constexpr std::int64_t kBatch = std::int64_t{kThreads} * kColumns;
 constexpr std::int64_t kPiece = 4 * kBatch;
 constexpr int kBlocks = 3;  // of a multiprocessor, as a bound of their registers
 
-// ---- what kernels get ----------------------------------------------------------------------------------------------
+// ---- arguments of kernels -------------------------------------------------------------------------------------------
+// ----------------------------------------------------------------------------------------------
 
-/// tanh_and_derivative(), where x is small with a relative error of 3e-7.
+/// tanh_and_derivative() with a relative error of 3e-7 for small x too.
 __device__ TanhAndDerivative exact_tanh(float x) {
   TanhAndDerivative found = tanh_and_derivative(x);
   const float square = x * x;
@@ -44,7 +45,7 @@ __device__ TanhAndDerivative exact_tanh(float x) {
 
 struct Logit {
   float value;  ///< before the temperature divides it
-  float slope;  ///< its derivative by the value in memory, where that is no probability
+  float slope;  ///< its derivative by the value in memory, which is no probability
 };
 
 struct Side {
@@ -136,7 +137,7 @@ struct Piece {
         last(min(first + kPiece, in.classes)) {}
 };
 
-// ---- loads and stores ----------------------------------------------------------------------------------------------
+// ---- loads and stores -----------------------------------------------------------------------------------------------
 
 /// Column i of a thread in the batch that begins with column `first`. Vectors have four side by side; rows that do not
 /// begin on a vector are read one by one, neighbouring columns by neighbouring threads.
@@ -146,7 +147,7 @@ __device__ std::int64_t column_of(std::int64_t first, int i) {
   return first + std::int64_t{i} * kThreads + threadIdx.x;
 }
 
-/// Values beyond the last column are 0. kIsOverwritten: a thread writes over what it has read.
+/// Values beyond the last column are 0. kIsOverwritten: each thread writes over its own values later.
 template <bool kHasVectors, bool kIsOverwritten = false, typename T>
 __device__ void load(const T* row, std::int64_t first, std::int64_t last, float (&values)[kColumns]) {
   if constexpr (!kHasVectors) {
@@ -225,11 +226,11 @@ __device__ void to_logits(const Side& side, std::int64_t first, std::int64_t las
   }
 }
 
-// ---- probabilities -------------------------------------------------------------------------------------------------
+// ---- probabilities --------------------------------------------------------------------------------------------------
 
 // product() of cross_entropy_transform.cuh is rounded by itself: of two equal rows the difference of two of them is 0.
 
-/// p * number; 0 where p is 0, whatever the number is.
+/// p * number; 0 if p is 0, for any number.
 __device__ float weighted(float p, float number) { return p == 0.0f ? 0.0f : p * number; }
 
 struct Lse {
@@ -241,7 +242,7 @@ struct Lse {
   }
 };
 
-/// Of one class, from log s and log t: what it adds to the divergence, and s * f' without what cancels.
+/// The summand of one class, and its s * f' without a constant in f'.
 struct Term {
   float divergence;
   float weighted;
@@ -262,7 +263,7 @@ __device__ Term term_of(Divergence divergence, float beta, float log_s, float lo
   return {fmaf(beta, weighted(t, fminf(d, 0.0f) - u), of_student), of_student};
 }
 
-// ---- reductions ----------------------------------------------------------------------------------------------------
+// ---- reductions -----------------------------------------------------------------------------------------------------
 
 /// Sums are of exp(z - largest z), with the anchors of SoftmaxState; the largest logits are not divided by the
 /// temperature.
@@ -277,7 +278,7 @@ struct KlState {
   float target = -infinity<float>();  ///< its logit
 };
 
-/// Of both rows at once: each lse, KL(t || s) or KL(s || t), the entropy of s and the hard loss.
+/// One pass over both rows: each lse, KL(t || s) or KL(s || t), the entropy of s and the hard loss.
 struct KlReduction {
   using State = KlState;
   static constexpr bool kIsFirst = true;
@@ -354,7 +355,7 @@ struct KlReduction {
     state.hard_sum += batch.hard_sum;
   }
 
-  /// Of the target, once for each row.
+  /// Called once for each row, with the logit of its target.
   __device__ void add_target(State& state, float logit) const { state.target = logit; }
 
   __device__ void finish(const Inputs& in, std::int64_t row, const State& state, float* to) const {
@@ -369,7 +370,7 @@ struct KlReduction {
     const float divergence = is_reverse ? state.divergence / state.student_sum + (log_teacher - log_student)
                                         : state.divergence / state.teacher_sum + (log_student - log_teacher);
     write(DivergenceStatistic::divergence, 0, divergence < 0.0f ? 0.0f : divergence);  // a NaN stays
-    // Of "forward" it is -sum t: 1 but for roundings, which would be there of two equal distributions.
+    // The centre of "forward" is -sum t. It is -1 but for roundings, which would make a gradient of two equal rows.
     write(DivergenceStatistic::centre, 0, is_reverse ? divergence : -1.0f);
     write(DivergenceStatistic::entropy, 0, log_student - state.entropy / state.student_sum);
     const float hard_log_sum = per_temperature == 1.0f ? log_student : logf(state.hard_sum);
@@ -380,7 +381,7 @@ struct KlReduction {
   }
 
  private:
-  /// How far the anchor of z moves, and what that makes of an exponential.
+  /// How far the anchor of z moves, and the factor of an exponential for it.
   __device__ float move(float from, float to) const {
     return product(softmax_anchor(from) - softmax_anchor(to), per_temperature);
   }
@@ -389,7 +390,7 @@ struct KlReduction {
   }
 };
 
-/// Of both rows with their lse: a divergence that is no KL, and its centre.
+/// A pass over both rows with their lse: a divergence that is no KL, and its centre.
 struct TermReduction {
   struct State {
     float divergence = 0.0f;
@@ -439,7 +440,7 @@ struct TermReduction {
   }
 };
 
-/// `states` is [pieces, rows]; unused where a row is one piece. T is the teacher's.
+/// `states` is [pieces, rows]; unused if a row is one piece. T is the teacher's.
 template <typename Reduction, typename T, bool kHasVectors>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     reduce_pieces_of_rows(const __grid_constant__ Inputs in, float* statistics, typename Reduction::State* states) {
@@ -484,7 +485,7 @@ __global__ void __launch_bounds__(kThreads) merge_pieces_of_rows(const __grid_co
   reduction.finish(in, row, state, to);
 }
 
-// ---- the gradient --------------------------------------------------------------------------------------------------
+// ---- the gradient ---------------------------------------------------------------------------------------------------
 
 struct Gradient {
   Inputs inputs;
@@ -593,7 +594,7 @@ struct RowGradient {
     return of_z * logit.slope;
   }
 
-  /// Of a batch, in place of the student's values.
+  /// The gradient of a batch, in place of the student's values.
   template <bool kHasVectors>
   __device__ void write(float (&student)[kColumns], const float (&teacher)[kColumns], std::int64_t first,
                         std::int64_t last) const {
@@ -646,7 +647,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) write_gradient(const __grid
   }
 }
 
-// ---- host ----------------------------------------------------------------------------------------------------------
+// ---- host -----------------------------------------------------------------------------------------------------------
 
 /// Whether vectors of four columns lie on a boundary of theirs in every row.
 bool has_vectors(const TensorView& matrix) {
