@@ -127,8 +127,8 @@ MERGED = ("forward", "reverse")  # their statistics merge over disjoint classes
 
 
 def has_kernels(x: Tensor, settings: DivergenceSettings, is_top_k: bool) -> bool:
-    """On the device of x, for its dtype. A divergence that is no KL needs the lse of all ranks between two passes, which
-    the kernels do in one call."""
+    """On the device of x, for its dtype. A divergence that is no KL needs the lse of all ranks between two passes; the
+    kernels make both in one call."""
     is_kl = is_top_k or settings.divergence in MERGED
     return x.is_cuda and accumulator_dtype(x.dtype) == torch.float32 and (is_kl or settings.over_ranks is None)
 
