@@ -104,6 +104,9 @@ class Tempering(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------- products
 
 
+_CONVERTED_BYTES = 4 << 20  # of a head of 16 bits, in the dtype of sums
+
+
 def logits_of(product: Product) -> Tensor:
     """[rows, classes], in the dtype of sums."""
     (x, head, bias), dtype = product, accumulator_dtype(product.hidden.dtype)
@@ -113,8 +116,11 @@ def logits_of(product: Product) -> Tensor:
     elif x.is_cuda:
         z = torch.mm(x, head.t(), out_dtype=dtype)
     else:
-        z = x.new_zeros((x.shape[0], head.shape[0]), dtype=dtype)
-        _add_product(z, x, head.t())
+        # Not by add_product: a selective checkpoint that keeps the results of eaves' operators does not run it again.
+        z, x = x.new_empty((x.shape[0], head.shape[0]), dtype=dtype), x.to(dtype)
+        size = max(1, _CONVERTED_BYTES // (head.shape[1] * dtype.itemsize))
+        for begin in range(0, head.shape[0], size):
+            torch.mm(x, head[begin : begin + size].to(dtype).t(), out=z[:, begin : begin + size])
     return z if bias is None else z.add_(bias)
 
 
