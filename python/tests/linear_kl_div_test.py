@@ -51,7 +51,9 @@ def test_divergences_and_gradients_match_the_oracle(divergence: str, device: tor
         assert found.dtype == oracle.dtype and found.is_contiguous(), what
         assert_within(found, oracle.bound, what)
         assert_gradients(gradients, oracle.gradients(upstream), what)
-        assert torch.equal(eaves.linear_kl_div(*tensors, bias=bias, **options), found), what
+        alone = eaves.linear_kl_div(*tensors, bias=bias, **options)
+        assert_within(alone, oracle.bound, what)
+        assert device.type != "cpu" or torch.equal(alone, found), what
 
 
 @each("divergence", DIVERGENCES)

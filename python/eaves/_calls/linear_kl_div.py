@@ -216,7 +216,8 @@ def _with_sizes(
         of_class = (2 if kind == "head" else 1) * sums
     of_row = 0 if kind != "top_k" or teacher[0] is None else 20 * sums * teacher[0].shape[1]
     limit, head = workspace_of(OP, call.workspace_bytes, hidden.device), student.head
-    is_rounded = bits < sums and needs_autograd(*given(*student))  # the gradient, as it is multiplied
+    # The gradient, as it is multiplied. On the CPU chunks have one size with it and without, so the loss the same bits.
+    is_rounded = bits < sums and (hidden.is_cpu or needs_autograd(*given(*student)))
     adds_to_head = is_rounded and hidden.is_cuda and head.requires_grad
     if adds_to_head and call.workspace_bytes is None:
         limit = max(limit, classes * head.shape[1] * bits)  # memory that the gradient takes at the end, rounded

@@ -170,9 +170,9 @@ def linear_kl_div(
                            (DistillKit's zero). Not with "reverse", which is infinite then.
             "ignore"       The sum over the K alone, of undivided probabilities (verl). It may be below 0.
             The temperature divides the log-probabilities; with "class" and "ignore" the distribution of K + 1 classes
-            is softmax of them all, because nobody knows the rest one by one. For log-probabilities that were
-            served at the temperature T, pass scale=1/T and no temperature. A rest counts at least as the epsilon of
-            float32.
+            is softmax of them all, because nobody knows the rest one by one. For log-probabilities that were served at
+            the temperature T, pass scale=1/T and no temperature (with a softcap c, softcap=c/T); a hard loss is at T
+            then. A rest counts at least as the epsilon of float32.
         targets: None, or of each row a class, int32 or int64: the shape of hidden without D. Without a hard loss it is
             only compared with ignore_index.
         bias, teacher_bias: [V], in the dtype of the hidden states or float32. A class that the teacher masks (-inf)
