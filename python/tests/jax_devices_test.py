@@ -15,7 +15,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
 import eaves.jax  # noqa: E402
-from jax_arrays import array_of, assert_same_bits  # noqa: E402
+from jax_arrays import array_of  # noqa: E402
 from jax_transforms_test import Operator, each_operator, inputs  # noqa: E402
 
 
@@ -41,8 +41,7 @@ def test_rows_cut_over_devices_give_the_bits_of_one_device(op: Operator, monkeyp
         step = jax.jit(op.step)
         out, grads = step(*arrays, *op.parameters)
         out_of_all, grads_of_all = step(*cut, *whole)
-    assert_same_bits(out_of_all, out)
-    assert_same_bits(grads_of_all[0], grads[0])
+    op.assert_same((out_of_all, grads_of_all[0]), (out, grads[0]))
     assert grads_of_all[0].sharding.spec[0] == "data"
     for of_all, of_one in zip(grads_of_all[1:], grads[1:], strict=True):
         np.testing.assert_allclose(of_all, of_one, rtol=5e-6, atol=5e-6)
@@ -72,7 +71,7 @@ def test_each_kind_of_mesh(
         out_of_all, grads_of_all = jax.jit(op.step)(*placed)
         if is_cut and axis_type == AxisType.Explicit:
             assert jax.typeof(grads_of_all[0]).sharding.spec[0] == "data"
-    assert_same_bits((out_of_all, grads_of_all[0]), (out, grads[0]))
+    op.assert_same((out_of_all, grads_of_all[0]), (out, grads[0]))
     for of_all, of_one in zip(grads_of_all[1:], grads[1:], strict=True):
         np.testing.assert_allclose(of_all, of_one, rtol=5e-6, atol=5e-6)
 

@@ -15,7 +15,7 @@ BLOCKS = re.findall(r"^```python\n(?!# examples/)(.*?)^```", PAGE.read_text(), r
 
 
 def test_the_page_runs_from_top_to_bottom() -> None:
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
     names: dict[str, Any] = {}
     losses = []
     for number, block in enumerate(BLOCKS):
@@ -27,6 +27,7 @@ def test_the_page_runs_from_top_to_bottom() -> None:
     np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (grad_head, names["grad_head"])), atol=1e-3)
     assert names["lse"].shape == names["targets"].shape and float(names["accuracy"]) < 0.1
     assert grad_hidden.shape == names["hidden"].shape
+    assert 0 < float(names["of_top"]) < float(names["distilled"])  # the hard loss is the same, of fewer classes less
 
 
 def test_the_page_names_every_function() -> None:

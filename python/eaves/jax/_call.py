@@ -71,6 +71,10 @@ class Call:
     aliases: tuple[tuple[int, int], ...] = ()
     has_fixed_rank: bool = False
 
+    def run(self, *operands: Any) -> tuple[Any, ...]:
+        """On one device: the primitive, without its rules."""
+        return tuple(_call_p.bind(*operands, call=self))
+
     @functools.cached_property
     def description(self) -> str:
         """What python/csrc/jax/call.h documents."""
@@ -90,9 +94,6 @@ class Call:
     def workspace(self, platform: str, operands: Sequence[Any]) -> Any:
         """The scratch memory that the call needs for such operands. Raises what the core says where it refuses them."""
         tensors = [*operands, *self.results]
-        for tensor in tensors:
-            if not all(isinstance(size, int) for size in tensor.shape):
-                raise NotImplementedError(f"{self.op}: an array has the shape {tensor.shape}, expected numbers alone")
         question = {
             "call": self.description,
             "device": platform,
@@ -107,6 +108,9 @@ class Call:
 
 def bind(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """The results of a call. Arguments that the core refuses are refused now, while JAX traces."""
+    for array in operands:
+        if not all(isinstance(size, int) for size in array.shape):
+            raise NotImplementedError(f"{call.op}: an array has the shape {array.shape}, expected numbers alone")
     call.workspace("cpu", operands)
     mesh = explicit_mesh(*operands)
     results: tuple[jax.Array, ...]
@@ -277,9 +281,7 @@ def _as_more_rows(call: Call, size: int, in_batched: Sequence[bool], operands: S
 def _partitioned(call: Call) -> Any:
     """The call, cut over devices along its rows: each computes its own, and what is a sum over rows is summed."""
 
-    def local(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(_call_p.bind(*operands, call=call))
-
+    local = call.run
     partitioned = custom_partitioning(local)
     tensors: tuple[Operand, ...] = (*call.operands, *call.results)
     # Shardy wants factors in the order in which a rule names them.
@@ -369,10 +371,12 @@ Arrays = dict[Operand, Any]
 """The operands of a call with their arrays; what is None is left out."""
 
 
-def call_core(op: str, function: str, arrays: Arrays, results: Sequence[Result], **more: Any) -> tuple[jax.Array, ...]:
+def call_core(
+    op: str, function: str, arrays: Arrays, results: Sequence[Result], kind: type[Call] = Call, **more: Any
+) -> tuple[jax.Array, ...]:
     """The results of a function of the core; `more` are further fields of a Call."""
     present = {operand: array for operand, array in arrays.items() if array is not None}
-    return bind(Call(op, function, tuple(present), tuple(results), **more), *alike(*present.values()))
+    return bind(kind(op, function, tuple(present), tuple(results), **more), *alike(*present.values()))
 
 
 @jax.tree_util.register_static

@@ -108,18 +108,9 @@ def loss_of_head(
 ) -> jax.Array | CrossEntropyOutput:
     """Checks what concerns the head."""
     op, layout, algorithm, workspace_bytes = loss.op, loss.head_layout, loss.algorithm, loss.workspace_bytes
-    hidden, head = jnp.asarray(hidden), jnp.asarray(head)
-    bias = None if bias is None else jnp.asarray(bias)
-    if layout not in _LAYOUTS:
-        raise ValueError(f'{op}: head_layout is {layout!r}, expected "vd" or "dv"')
+    hidden, head, bias = checked_head(op, hidden, head, bias, layout)
     if algorithm not in _ALGORITHMS:
         raise ValueError(f'{op}: algorithm is {algorithm!r}, expected "auto", "speed" or "recompute"')
-    if hidden.ndim == 0:
-        raise ValueError(f"{op}: hidden has no axis, expected [..., features]")
-    features = hidden.shape[-1]
-    if head.ndim != 2 or head.shape[layout.index("d")] != features:
-        expected = f"[{features}, classes]" if loss.is_transposed else f"[classes, {features}]"
-        raise ValueError(f'{op}: head has shape {list(head.shape)}, expected {expected} (head_layout "{layout}")')
     grad_head_dtype = None if loss.grad_head_dtype is None else jnp.dtype(loss.grad_head_dtype)
     if grad_head_dtype not in (None, head.dtype, dtype := result_dtype(hidden)):
         raise ValueError(f"{op}: grad_head_dtype is {grad_head_dtype}, expected {head.dtype} or {dtype}")
@@ -130,6 +121,22 @@ def loss_of_head(
     loss = dataclasses.replace(loss, grad_head_dtype=grad_head_dtype, workspace_bytes=workspace_bytes)
     found: jax.Array | CrossEntropyOutput = loss_of(loss, (hidden, head, bias), more, loss.mode, axis_name)
     return found
+
+
+def checked_head(
+    op: str, hidden: Any, head: Any, bias: Any, layout: str, names: tuple[str, str] = ("hidden", "head")
+) -> tuple[Any, Any, Any]:
+    """The three as arrays, of shapes that can be multiplied."""
+    hidden, head = jnp.asarray(hidden), jnp.asarray(head)
+    if layout not in _LAYOUTS:
+        raise ValueError(f'{op}: head_layout is {layout!r}, expected "vd" or "dv"')
+    if hidden.ndim == 0:
+        raise ValueError(f"{op}: {names[0]} has no axis, expected [..., features]")
+    features = hidden.shape[-1]
+    if head.ndim != 2 or head.shape[layout.index("d")] != features:
+        expected = f"[{features}, classes]" if layout == "dv" else f"[classes, {features}]"
+        raise ValueError(f'{op}: {names[1]} has shape {list(head.shape)}, expected {expected} (head_layout "{layout}")')
+    return hidden, head, None if bias is None else jnp.asarray(bias)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

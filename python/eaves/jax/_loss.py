@@ -66,6 +66,8 @@ class Loss:
     core: ClassVar[str]  # the prefix of its functions in the core
     cut: ClassVar[tuple[str, int]]  # name and place of the input that axis_name cuts
     skips_ignored: ClassVar[bool]  # the core leaves rows out, and would write no statistics of them
+    differentiable: ClassVar[tuple[str, ...]] = ("lse", "entropy")  # outputs with a derivative
+    named: ClassVar[str] = "CrossEntropyOutput"
 
     def shape(self, inputs: Any) -> tuple[int, ...]:
         """Of the logits, which have the classes on `axis`."""
@@ -85,6 +87,10 @@ class Loss:
 
     def needs_target_mass(self, more: LossArrays) -> bool:
         raise NotImplementedError
+
+    def saved(self, more: LossArrays) -> tuple[str, ...]:
+        """The outputs that the backward needs."""
+        return ("lse", "target_mass") if self.needs_target_mass(more) else ("lse",)
 
     def is_speed(self, inputs: Any, more: LossArrays, wants: Wanted) -> bool:
         """Whether the forward computes the gradients too."""
@@ -171,8 +177,8 @@ class Loss:
     def backward(
         self, inputs: Any, more: LossArrays, kept: dict[str, Any], wants: Wanted, upstream: Sequence[Any]
     ) -> list[Any]:
-        """The gradients of the inputs that want one; `upstream`: the gradients of the loss, lse and entropy, or
-        None."""
+        """The gradients of the inputs that want one; `upstream`: the gradients of the loss and of the differentiable
+        outputs, or None."""
         grad_loss, grad_lse, grad_entropy = upstream
         rows, is_per_row = self.rows(inputs), self.mode == NONE
         factors = row_factors(len(rows))
@@ -227,8 +233,7 @@ def _differentiable(loss: Loss) -> Any:
     def forward_rule(*primals: Any) -> Any:
         inputs, more = jax.tree.map(lambda primal: primal.value, primals)
         wants = Wanted(tuple(primal is not None and primal.perturbed for primal in primals[0]))
-        saved = ("lse", "target_mass") if loss.needs_target_mass(more) else ("lse",)
-        names = tuple(dict.fromkeys(("loss", *loss.outputs, *saved)))
+        names = tuple(dict.fromkeys(("loss", *loss.outputs, *loss.saved(more))))
         is_speed = loss.is_speed(inputs, more, wants)
         outputs, found = loss.forward(inputs, more, names, wants if is_speed else None)
         gradients = wants.by_place(found) if is_speed else None
@@ -237,10 +242,11 @@ def _differentiable(loss: Loss) -> Any:
 
     def backward_rule(residuals: Any, cotangents: Any) -> Any:
         inputs, more, kept, gradients, wants = residuals
-        grad_loss, *of_outputs = map(given, (cotangents[0], *map(cotangents[1].get, ("lse", "entropy"))))
-        if all(each is None for each in (grad_loss, *of_outputs)):
+        grad_loss, *of_outputs = map(given, (cotangents[0], *map(cotangents[1].get, loss.differentiable)))
+        has_outputs = any(each is not None for each in of_outputs)
+        if grad_loss is None and not has_outputs:
             return None, None
-        if gradients is not None and of_outputs == [None, None]:
+        if gradients is not None and not has_outputs:
             assert grad_loss is not None
             factor = grad_loss[..., None] if loss.mode == NONE else grad_loss  # of hidden's gradient alone
             gradients = [None if each is None else _scaled(each, factor) for each in gradients]
@@ -268,7 +274,12 @@ def loss_of(loss: Loss, inputs: tuple[Any, ...], more: LossArrays, mode: int, ax
     of_whole = axes if shard is None else axes - {shard.axis_name}
     targets, row_weight, divisor = (vary(each, of_whole) for each in (targets, row_weight, divisor))
     more = LossArrays(targets, vary(class_weight, axes), row_weight, divisor)
-    loss, inputs = dataclasses.replace(loss, shard=shard), tuple(vary(each, axes) for each in inputs)
+    return reduced_loss(dataclasses.replace(loss, shard=shard), tuple(vary(each, axes) for each in inputs), more, mode)
+
+
+def reduced_loss(loss: Loss, inputs: tuple[Any, ...], more: Any, mode: int) -> Any:
+    """Of checked arguments."""
+    rows, divisor = loss.rows(inputs), more.divisor
     if mode == MEAN and divisor is None:
         divisor = loss.divisor(more, rows, result_dtype(inputs[0]))
     value, outputs = _differentiable(loss)(inputs, more._replace(divisor=divisor if loss.mode == MEAN else None))
@@ -279,6 +290,6 @@ def loss_of(loss: Loss, inputs: tuple[Any, ...], more: LossArrays, mode: int, ax
     if "z_loss" in outputs:
         outputs["z_loss"] = _reductions.reduced(outputs["z_loss"], mode, divisor)
     found = [
-        outputs[name] if name in ("lse", "entropy") else jax.lax.stop_gradient(outputs[name]) for name in loss.outputs
+        outputs[name] if name in loss.differentiable else jax.lax.stop_gradient(outputs[name]) for name in loss.outputs
     ]
-    return named_outputs("CrossEntropyOutput", ("loss", *loss.outputs), (value, *found))
+    return named_outputs(loss.named, ("loss", *loss.outputs), (value, *found))

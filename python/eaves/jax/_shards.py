@@ -50,7 +50,13 @@ class Shard(NamedTuple):
 
 
 def shard_of(
-    op: str, axis_name: str | None, name: str, array: jax.Array, own: int, targets: jax.Array, outputs: Sequence[str]
+    op: str,
+    axis_name: str | None,
+    name: str,
+    array: jax.Array,
+    own: int,
+    targets: jax.Array | None = None,
+    outputs: Sequence[str] = (),
 ) -> Shard | None:
     """Of `array`, the argument `name`, which has `own` classes here; without an axis none."""
     if axis_name is None:
@@ -60,7 +66,7 @@ def shard_of(
             f"{op}: {name} does not vary over the axis {axis_name!r}, expected this device's part of the classes, "
             "inside of jax.shard_map with check_vma=True"
         )
-    if is_soft(targets):
+    if targets is not None and is_soft(targets):
         raise NotImplementedError(f"{op}: targets are probabilities, expected classes where axis_name is given")
     shard = Shard(axis_name, own, own * jax.lax.axis_size(axis_name))
     if "argmax" in outputs and shard.classes > _MOST_CLASSES_OF_ARGMAX:
