@@ -1,10 +1,12 @@
-"""A function of another library and eaves' own in its place, as long as that is wanted: what eaves.trl and eaves.verl
+"""Functions of another library and eaves' own in their place, as long as that is wanted: what eaves.trl and eaves.verl
 share."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -12,12 +14,13 @@ from typing import Any
 
 
 class Replacement:
-    """Of a function of `library`. `places` are (module, name): where it is defined, and where it is called. The library
-    is known in the release series `known`, "1.16" for instance: what another one passes and expects may differ."""
+    """Of functions of `library`. For each, `functions` has places (module, name): where it is defined, and where it is
+    called; a name may be one in a class, "Trainer.compute_loss". The library is known in the release series `known`,
+    "1.16" for instance: what another one passes and expects may differ."""
 
-    def __init__(self, library: str, known: tuple[str, ...], *places: tuple[str, str]) -> None:
-        self.library, self._known, self._places = library, known, places
-        self._theirs: Any = None
+    def __init__(self, library: str, known: tuple[str, ...], *functions: tuple[tuple[str, str], ...]) -> None:
+        self.library, self._known, self._functions = library, known, functions
+        self._theirs: tuple[Any, ...] = ()
         self._installed: list[Installed] = []  # the last is in place
         self._lock = threading.RLock()
 
@@ -37,8 +40,9 @@ class Replacement:
         with self._lock:
             return bool(self._installed) and self._is_everywhere(self._installed[-1].ours)
 
-    def install(self, ours: Any) -> Installed:
-        """Everywhere in the library that theirs, or ours with other options, was imported to."""
+    def install(self, make: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Installed:
+        """Everywhere in the library that theirs, or ours with other options, was imported to. `make` gets theirs and
+        returns ours."""
         found, expected = self.version(), " or ".join(f"{series}.x" for series in self._known)
         if found is None:
             raise ImportError(f"eaves.{self.library} needs {self.library} {expected}, which is not installed")
@@ -47,18 +51,18 @@ class Replacement:
                 f"eaves.{self.library}: this is {self.library} {found}, expected {expected}: nothing is replaced"
             )
         with self._lock:
-            for module, _ in self._places:
-                import_module(module)
+            for places in self._functions:
+                for module, _ in places:
+                    import_module(module)
             if not self._installed:
-                module, name = self._places[0]
-                self._theirs = getattr(sys.modules[module], name)
-            before = self._in_place()
+                self._theirs = tuple(_found(*places[0]) for places in self._functions)
+            before, ours = self._in_place(), make(self._theirs)
             self._exchange(before, ours)
             if not self._is_everywhere(ours):
                 self._exchange(ours, before)
                 raise RuntimeError(
                     f"eaves.{self.library}: somebody else has replaced "
-                    + " or ".join(f"{module}.{name}" for module, name in self._places)
+                    + " or ".join(f"{module}.{name}" for places in self._functions for module, name in places)
                     + ": nothing is replaced"
                 )
             installed = Installed(self, ours)
@@ -75,26 +79,40 @@ class Replacement:
     def has(self, installed: Installed) -> bool:
         return installed in self._installed
 
-    def _in_place(self) -> Any:
+    def _in_place(self) -> tuple[Any, ...]:
         return self._installed[-1].ours if self._installed else self._theirs
 
-    def _is_everywhere(self, ours: Any) -> bool:
-        return all(getattr(sys.modules.get(module), name, None) is ours for module, name in self._places)
+    def _is_everywhere(self, ours: tuple[Any, ...]) -> bool:
+        return all(_found(*place) is our for places, our in zip(self._functions, ours) for place in places)
 
-    def _exchange(self, old: Any, new: Any) -> None:
-        if old is new:
-            return
-        for module_name, module in list(sys.modules.items()):
-            if f"{module_name}.".startswith(f"{self.library}.") and isinstance(module, ModuleType):
-                for name, value in list(vars(module).items()):
-                    if value is old:
-                        setattr(module, name, new)
+    def _exchange(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> None:
+        changes = {id(before): after for before, after in zip(old, new) if before is not after}
+        owners = [
+            module
+            for name, module in list(sys.modules.items())
+            if f"{name}.".startswith(f"{self.library}.") and isinstance(module, ModuleType)
+        ]
+        owners += [_owner(*place) for places in self._functions for place in places if "." in place[1]]
+        for owner in owners:
+            for name, value in list(vars(owner).items()):
+                if id(value) in changes:
+                    setattr(owner, name, changes[id(value)])
+
+
+def _owner(module: str, name: str) -> Any:
+    """The module, or a class of it, that has the name."""
+    classes = name.split(".")[:-1]
+    return functools.reduce(lambda owner, each: getattr(owner, each, None), classes, sys.modules.get(module))
+
+
+def _found(module: str, name: str) -> Any:
+    return getattr(_owner(module, name), name.split(".")[-1], None)
 
 
 class Installed:
     """What install() returns. As a context manager it makes the end of the block undo this install."""
 
-    def __init__(self, replacement: Replacement, ours: Any) -> None:
+    def __init__(self, replacement: Replacement, ours: tuple[Any, ...]) -> None:
         self._replacement, self.ours = replacement, ours
 
     def __enter__(self) -> Installed:

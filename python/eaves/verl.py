@@ -22,7 +22,7 @@ from eaves.functional.log_prob import linear_log_prob
 
 __all__ = ["install", "is_active", "uninstall"]
 
-replacement = Replacement("verl", ("0.9",), ("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"))
+replacement = Replacement("verl", ("0.9",), (("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"),))
 
 
 def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep_bytes: int | None = None) -> Installed:
@@ -45,7 +45,7 @@ def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep
     """
     options = {"algorithm": algorithm, "workspace_bytes": workspace_bytes, "keep_bytes": keep_bytes}
     check_algorithm("linear_log_prob", **options)
-    return replacement.install(functools.partial(_linear_cross_entropy, options))
+    return replacement.install(lambda _: (functools.partial(_linear_cross_entropy, options),))
 
 
 uninstall, is_active = replacement.uninstall, replacement.is_active

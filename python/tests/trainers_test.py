@@ -141,9 +141,9 @@ def arguments_of(configuration: Any, folder: Path, **options: Any) -> Any:
     )  # fmt: skip
 
 
-def saved_model(folder: Path) -> str:
+def saved_model(folder: Path, name: str = "llama") -> str:
     """A place that a trainer loads the policy and its reference from."""
-    tiny_model("llama").save_pretrained(folder / "model")
+    tiny_model(name).save_pretrained(folder / "model")
     return str(folder / "model")
 
 

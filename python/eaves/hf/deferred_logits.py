@@ -37,8 +37,10 @@ class DeferredLogits:
         softcap: float | None = None,
         source: DeferredLogits | None = None,
         function: Callable[[Tensor], Tensor] | None = None,
+        dtype: torch.dtype | None = None,  # None: that of the product
     ) -> None:
         self.head, self.hidden, self.scale, self.softcap = head, hidden, scale, softcap
+        self._dtype = dtype
         # No references in circles: hidden states would wait for the garbage collector.
         self._source, self._function = source, function  # the logits that these were made of, and how
         self._root: DeferredLogits | None = (
@@ -61,6 +63,15 @@ class DeferredLogits:
     def device(self) -> torch.device:
         return self.hidden.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        if self._tensor is not None:
+            return self._tensor.dtype
+        device = self.hidden.device.type
+        if self._dtype is None and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return self.hidden.dtype if self._dtype is None else self._dtype
+
     def tensor(self, reason: str) -> Tensor:
         """The numbers."""
         if self._tensor is None:
@@ -79,9 +90,17 @@ class DeferredLogits:
             self._version = self._tensor._version
         return self._tensor
 
-    def _made(self, reason: str, scale: float, softcap: float | None, function: Callable[[Tensor], Tensor]) -> Any:
+    def _made(
+        self,
+        reason: str,
+        scale: float,
+        softcap: float | None,
+        function: Callable[[Tensor], Tensor],
+        dtype: torch.dtype | None = None,
+    ) -> Any:
         if self.is_deferred and 0 < scale < math.inf:
-            return DeferredLogits(self.head, self.hidden, scale, softcap, self, function)
+            dtype = self._dtype if dtype is None else dtype
+            return DeferredLogits(self.head, self.hidden, scale, softcap, self, function, dtype)
         return function(self.tensor(reason))
 
     def _times(self, reason: str, factor: float, function: Callable[[Tensor], Tensor]) -> Any:
@@ -107,12 +126,12 @@ class DeferredLogits:
         return self.tensor("a second tanh").tanh()
 
     def float(self) -> Any:
-        return self._made("float", self.scale, self.softcap, lambda x: x.float())
+        return self._made("float", self.scale, self.softcap, lambda x: x.float(), torch.float32)
 
     def to(self, *arguments: Any, **options: Any) -> Any:
         is_dtype = len(arguments) == 1 and isinstance(arguments[0], torch.dtype) and not options
         if is_dtype and arguments[0].is_floating_point:
-            return self._made("to", self.scale, self.softcap, lambda x: x.to(arguments[0]))
+            return self._made("to", self.scale, self.softcap, lambda x: x.to(arguments[0]), arguments[0])
         return self.tensor("to").to(*arguments, **options)
 
     def contiguous(self) -> Any:

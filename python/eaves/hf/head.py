@@ -128,7 +128,7 @@ class DefersLogits(torch.nn.Module):
         if _is_fully_sharded(self):
             _keep_whole(self)
         logits = DeferredLogits(self, input)
-        return logits.tensor("a hook of the head") if _has_hooks_of_results(self) else logits
+        return logits.tensor("a hook of the head") if has_hooks_of_results(self) else logits
 
     def product(self, input: Tensor) -> Any:
         if self._eaves_is_in_pieces:
@@ -181,7 +181,7 @@ def _is_fully_sharded(module: object) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def _has_hooks_of_results(module: torch.nn.Module) -> bool:
+def has_hooks_of_results(module: torch.nn.Module) -> bool:
     """Whether a hook gets to see what the forward returns, or its gradient. Such a hook may leave alone whatever is not
     a tensor. (Hooks before the forward have come and gone. Those of fully_shard leave it alone.)"""
     every = torch.nn.modules.module
