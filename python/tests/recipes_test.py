@@ -38,6 +38,10 @@ def names(block: str, folder: Path) -> dict[str, Any]:
         found["sft_arguments"] = arguments_of(found["trl"].SFTConfig, folder)
         texts = found["datasets"].Dataset.from_dict({"text": [words(9, i) for i in range(8)]})
         found["dataset"] = texts
+        if "teacher_llama" in block:
+            from distillation_trainers_test import distillation_of, gkd_of, teacher
+
+            found |= {"teacher_llama": teacher("llama"), **distillation_of(folder), **gkd_of(folder)}
         if "transformers.Trainer" in block:
             found["dataset"] = [{"input_ids": torch.arange(4, 13), "labels": torch.arange(4, 13)} for _ in range(8)]
     return found
