@@ -136,7 +136,7 @@ def _limit(row: Row) -> Callable[[Inputs], Callable[[], object]]:
 
 def _top_tokens(hidden: Tensor, head: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The teacher's likeliest classes of each row, and their log-probabilities."""
-    found = [torch.topk(_log_softmax(each, head), count) for each in hidden.split(_PIECE_ROWS)]
+    found = [torch.topk(_log_softmax(each, head), count) for each in torch.split(hidden, _PIECE_ROWS)]
     return torch.cat([each.indices for each in found]), torch.cat([each.values for each in found])
 
 
