@@ -21,7 +21,7 @@ from eaves._calls.kl_div_arguments import (
 )
 from eaves._calls.linear_cross_entropy import with_tensors_of_linear
 from eaves._chunked.distributions import RESTS, DivergenceSettings
-from eaves._chunked.divergence import DIVERGENCES, MERGED, has_kernels
+from eaves._chunked.divergence import DIVERGENCES, has_kernels
 from eaves._chunked.head import OverRanks, chunk_size
 from eaves._chunked.kl_div import OP, Settings, outputs_of
 from eaves._parallel.agreement import agreed_place, digest, dtypes
@@ -166,7 +166,7 @@ def _settings(call: KlDivCall, names: Sequence[str], kind: str, mode: int) -> Se
     return Settings(
         DivergenceSettings(divergence, beta, "entropy" in names, has_hard_loss), kind, rest,
         (number("scale") or 1.0, number("teacher_scale") or 1.0), (number("softcap"), number("teacher_softcap")),
-        temperature if isinstance(temperature, float) else 1.0, hard_weight, mode, 1, 1, None, call.grad_weight_out,
+        temperature if isinstance(temperature, float) else 1.0, hard_weight, mode, 1, 1, call.grad_weight_out,
     )  # fmt: skip
 
 
@@ -212,45 +212,26 @@ def _with_sizes(
     if student.bias is not None and settings.softcaps[0] is not None:
         tensors += 1
     of_class = tensors * sums + 1
-    if has_kernels(hidden, settings.of_rows, kind == "top_k"):
+    is_double = teacher[0] is not None and teacher[0].dtype == torch.float64
+    if has_kernels(hidden, settings.of_rows, kind == "top_k") and not is_double:
         of_class = (2 if kind == "head" else 1) * sums
     of_row = 0 if kind != "top_k" or teacher[0] is None else 20 * sums * teacher[0].shape[1]
     limit, head = workspace_of(OP, call.workspace_bytes, hidden.device), student.head
-    # The gradient, as it is multiplied. On the CPU chunks have one size with it and without, so the loss the same bits.
-    is_rounded = bits < sums and (hidden.is_cpu or needs_autograd(*given(*student)))
-    adds_to_head = is_rounded and hidden.is_cuda and head.requires_grad
-    if adds_to_head and call.workspace_bytes is None:
-        limit = max(limit, classes * head.shape[1] * bits)  # memory that the gradient takes at the end, rounded
-
-    def sizes_with(chunks: int) -> tuple[int, int]:
-        """With the gradient of so many chunks."""
-        bytes_of_class = of_class + chunks * bits if is_rounded else of_class
-        size = chunk_size(hidden.shape[0], max(1, of_row + classes * bytes_of_class), limit)
-        whole = size // _TILE * _TILE
-        if hidden.is_cuda and _cost(whole, chunks * whole) < _cost(size, chunks * size):
-            size = whole
-        return size, chunks * size
-
-    sizes = [sizes_with(chunks) for chunks in ((1, 2, 3, 4) if adds_to_head else (1,))]
-    chunk, group = min(sizes, key=lambda each: _cost(*each))
-    alone = None
-    if kind == "head" and settings.of_rows.divergence in MERGED and has_kernels(hidden, settings.of_rows, False):
-        rows = max(1, min(hidden.shape[0], 2048))
-        alone = rows, max(2 * _TILE, limit // (of_class * rows) // (2 * _TILE) * 2 * _TILE)
-    return settings._replace(chunk=chunk, group=group, alone=alone)
+    # Chunks have one size with a gradient and without, so the loss has the same bits.
+    is_rounded = bits < sums
+    if is_rounded and hidden.is_cuda and call.workspace_bytes is None:
+        limit = max(limit, classes * head.shape[1] * bits)  # the rounded gradient of the head takes as much at the end
+    # On a GPU the gradient in 16 bits waits for two chunks more: the product that adds it to the gradient of the head
+    # reads and writes that as a whole. H200, 151,936 classes, 512 MiB: 51.5 ms with chunks of 256 rows, 59.9 with 441.
+    chunks = 3 if is_rounded and hidden.is_cuda else 1
+    bytes_of_class = of_class + chunks * bits if is_rounded else of_class
+    chunk = chunk_size(hidden.shape[0], max(1, of_row + classes * bytes_of_class), limit)
+    if hidden.is_cuda and chunk > _TILE:
+        chunk = chunk // _TILE * _TILE
+    return settings._replace(chunk=chunk, group=chunks * chunk)
 
 
 _TILE = 128  # rows of a product's tile
-
-
-def _cost(chunk: int, group: int) -> float:
-    """The time of a row on a GPU, in any unit. A chunk's products read both heads, as long as the arithmetic of 100
-    rows. The product that adds to the gradient of the head reads and writes it, as long as the arithmetic of 1000 rows.
-    H200, bfloat16, 151,936 classes, chunk and group: 256 and 768 51.5 ms, 249 and 745 53.3 ms, 441 and 441 59.9 ms, 512
-    and 1024 48.6 ms."""
-    if chunk == 0:
-        return math.inf
-    return 2 * (math.ceil(chunk / _TILE) * _TILE + 100) / chunk + max(1, 1000 / group)
 
 
 def _mean(total: Tensor, normalizer: Tensor | None, weights: Tensor | None, rows: Sequence[int]) -> Tensor:

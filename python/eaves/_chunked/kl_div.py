@@ -22,7 +22,7 @@ from eaves._chunked.distributions import (
     RowStatistics,
     TopK,
 )
-from eaves._chunked.divergence import of_parts, statistics, statistics_of_part, write_gradient
+from eaves._chunked.divergence import statistics, write_gradient
 from eaves._chunked.head import add_gradients, counted, logits_of, sum_over_ranks
 from eaves._torch.checks import accumulator_dtype, given
 from eaves._torch.head import Product, refuse_zero3
@@ -59,7 +59,6 @@ class Settings(NamedTuple):
     mode: int  # the reduction
     chunk: int  # rows with logits at once
     group: int  # rows with a gradient of logits at once, a multiple of `chunk`
-    alone: tuple[int, int] | None  # without a gradient: rows and classes with logits at once; None: a chunk
     grad_weight_out: Tensor | None
 
 
@@ -109,60 +108,36 @@ def _compute(
         teacher = Product(*teacher).as_multiplied() if settings.teacher == "head" else teacher
         # The gradient of a bias is a sum of numbers that are not rounded.
         is_in_place = x.dtype == dtype or gradients[2] is not None
-        alone = None if any(wanted) else settings.alone
-        of_chunk = settings.chunk if alone is None else alone[0]
-        size = of_chunk if is_in_place or alone is not None else settings.group
+        size = settings.chunk if is_in_place else settings.group
         for begin, end in _slices(0, x.shape[0] if rows.kept is None else rows.kept.shape[0], size):
             places = rows.places(begin, end)
             group = student._replace(hidden=counted(x[places], _part(rows.counts, places)))
             grad: Tensor | None = None
-            both: tuple[Logits, Logits | TopK, Number] | None = None
             if any(wanted) and not is_in_place:
                 grad = x.new_empty((end - begin, student.head.shape[0]))
-            for first, last in _slices(begin, end, of_chunk):
+            for first, last in _slices(begin, end, settings.chunk):
                 chunk, places = slice(first - begin, last - begin), rows.places(first, last)
                 part, targets = group._replace(hidden=group.hidden[chunk]), _part(rows.targets, places)
-                if alone is not None:
-                    of_rows = _statistics_by_classes(settings, part, teacher, rows, places, alone[1])
-                else:
-                    both = _distributions(settings, part, teacher, rows, places)
-                    of_rows = statistics(*both, settings.of_rows, targets)
+                both = _distributions(settings, part, teacher, rows, places)
+                of_rows = statistics(*both, settings.of_rows, targets)
                 for index, numbers in enumerate(of_rows):
                     if numbers is not None:
                         if found[index] is None:
                             found[index] = x.new_zeros((x.shape[0], *numbers.shape[1:]), dtype=dtype)
                         found[index][places] = numbers
                 if any(wanted):
-                    assert both is not None
                     out = both[0].values if grad is None else grad[chunk]
                     factors = RowFactors(*[_counted_part(each, rows.counts, places, dtype) for each in upstream])
                     write_gradient(*both, settings.of_rows, of_rows, targets, factors, out)
                     grad = out if grad is None else grad
                     del out
-                both = None  # before the next chunk
+                del both  # before the next chunk
             if grad is not None:
                 _add_gradients(grad, group, gradients, rows.places(begin, end))
             del grad
         if gradients[0] is not None:
             gradients[0] = sum_over_ranks(gradients[0], x.dtype, settings.of_rows.over_ranks)
         return _outputs(found, settings, rows, x), gradients
-
-
-def _statistics_by_classes(
-    settings: Settings, student: Product, teacher: Any, rows: Rows, places: Any, classes: int
-) -> RowStatistics:
-    """Of more rows at once than there is room for the logits of: products of few rows are slow."""
-
-    def statistics_of(first: int, last: int) -> Tensor:
-        of_student, of_teacher = (
-            each._replace(head=each.head[first:last], bias=None if each.bias is None else each.bias[first:last])
-            for each in (student, teacher)
-        )
-        both = _distributions(settings, of_student, of_teacher, rows, places)
-        return statistics_of_part(*both, settings.of_rows, _part(rows.targets, places), first)
-
-    blocks = _slices(0, max(1, student.head.shape[0]), classes)
-    return of_parts([statistics_of(*block) for block in blocks], settings.of_rows)
 
 
 def _slices(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
@@ -221,8 +196,14 @@ def _add_gradients(grad: Tensor, group: Product, gradients: list[Tensor | None],
 
 def _outputs(found: list[Tensor | None], settings: Settings, rows: Rows, x: Tensor) -> Outputs:
     """From the statistics of all rows."""
-    empty = x.new_zeros(x.shape[0], dtype=accumulator_dtype(x.dtype))
-    numbers = [empty if each is None else each.sum(1) if each.dim() == 2 else each for each in found]
+    numbers = [
+        x.new_zeros(x.shape[0], dtype=accumulator_dtype(x.dtype))
+        if each is None
+        else each.sum(1)
+        if each.dim() == 2
+        else each
+        for each in found
+    ]
     if rows.counts is not None:
         numbers = [each.masked_fill(~rows.counts.squeeze(1), 0) for each in numbers]
     divergence, lse, teacher_lse, _, entropy, _, hard_loss = numbers
