@@ -29,7 +29,7 @@ from eaves._parallel.collectives import AllRows
 from eaves._parallel.dtensor import over_ranks
 from eaves._parallel.fully_shard import needs_whole_head, with_whole_head
 from eaves._parallel.shard import ShardArguments, check_reduce_dtype, shape_of_rows, shard_of
-from eaves._torch.checks import accumulator_dtype, check_bool, explain, given, number_of
+from eaves._torch.checks import accumulator_dtype, check_bool, explain, number_of
 from eaves._torch.head import Product, check_grad_weight_out, check_overlap, checked_head, workspace_of
 from eaves._torch.options import RANGES, normalizer_of
 from eaves._torch.outputs import MEAN, NONE, KlDivOutput
