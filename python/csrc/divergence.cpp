@@ -1,5 +1,5 @@
 // The passes over the logits of a chunk for python/eaves/_chunked/divergence.py, on a GPU. Fake implementations are in
-// _torch/divergence_rules.py.
+// _torch/chunked_rules.py.
 #include "ops/divergence/divergence.h"
 
 #include <iterator>

@@ -60,6 +60,9 @@ def statistics(
         hard_log_s, hard_lse = _log_probs(student, 1.0, over_ranks)
         places, is_here = _places(targets.unsqueeze(1), hard_log_s, over_ranks)
         hard_loss = _summed(-_gathered(hard_log_s, places).where(is_here, 0).squeeze(1), over_ranks)
+        classes = hard_log_s.shape[1] if over_ranks is None else over_ranks.place.classes
+        hard_loss = hard_loss.masked_fill((targets < 0) | (targets >= classes), math.nan)
+        hard_lse = _or_nan(hard_lse, hard_loss)
     return RowStatistics(divergence, lse, teacher_lse, centre, entropy, hard_lse, hard_loss)
 
 
@@ -154,56 +157,42 @@ def statistics_of_part(
     temperature: Number,
     settings: DivergenceSettings,
     targets: Tensor | None,
-    first_class: int = 0,
+    first_class: int | None = None,
 ) -> Tensor:
-    """[rows, 10], the statistics of both over the classes that are there, from `first_class` of this rank's on."""
+    """[rows, 10], the statistics of both over the classes that are there: all of this rank's, or from `first_class` of
+    this rank's on."""
+    over_ranks, divergence = settings.over_ranks, (settings.divergence, settings.beta)
     if targets is not None:
-        first = first_class + (0 if settings.over_ranks is None else settings.over_ranks.place.first_class)
+        first = (first_class or 0) + (0 if over_ranks is None else over_ranks.place.first_class)
         targets = targets - first if first else targets
     if isinstance(teacher, TopK):  # the student stands in for it: each class is read once
-        return kernels.statistics(student, student, temperature, ("forward", 0.0), targets)
-    return kernels.statistics(student, teacher, temperature, (settings.divergence, settings.beta), targets)
+        teacher, divergence = student, ("forward", 0.0)
+    found = kernels.statistics(student, teacher, temperature, divergence, targets)
+    if targets is not None and not (first_class is None and over_ranks is None):
+        kernels.mark_targets_without_mass_(found, targets, student.values.shape[1])
+    return found
 
 
 def of_parts(parts: Sequence[Tensor], settings: DivergenceSettings) -> RowStatistics:
     """The statistics over all classes of all ranks, from statistics_of_part of disjoint classes."""
-    found = parts[0] if len(parts) == 1 else _merged_parts(torch.stack(list(parts)), settings)
+    is_reverse = settings.divergence == "reverse"
+    found = parts[0] if len(parts) == 1 else kernels.merged_parts(torch.stack(list(parts)), is_reverse)
     if settings.over_ranks is not None:
-        found = _merged_parts(all_gather(found, group_of(settings.over_ranks.shard)).wait(), settings)
+        found = kernels.merged_parts(all_gather(found, group_of(settings.over_ranks.shard)).wait(), is_reverse)
     return RowStatistics(
         divergence=found[:, 0],
         lse=found[:, 1:3],
         teacher_lse=found[:, 3:5],
         centre=found[:, 5],
         entropy=found[:, 6] if settings.has_entropy else None,
-        hard_lse=found[:, 7:9] if settings.has_hard_loss else None,
+        hard_lse=_or_nan(found[:, 7:9], found[:, 9]) if settings.has_hard_loss else None,
         hard_loss=found[:, 9] if settings.has_hard_loss else None,
     )
 
 
-def _merged_parts(parts: Tensor, settings: DivergenceSettings) -> Tensor:
-    """[parts, rows, 10] -> [rows, 10]. A KL divergence and an entropy of mixtures of disjoint distributions are the
-    means of the parts' own, and the ones of the parts' masses."""
-    divergence, *lses, centre, entropy, hard_largest, hard_log_sum, hard_loss = parts.unbind(-1)
-
-    def merged(largest: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The lse of all, and the logarithm of each part's mass."""
-        of_all = largest.amax(0)
-        log_sum_of_all = torch.logsumexp(largest - of_all + log_sum, 0)
-        return of_all, log_sum_of_all, (largest - of_all) + (log_sum - log_sum_of_all)
-
-    (*lse, log_s), (*teacher_lse, log_t) = merged(*lses[:2]), merged(*lses[2:])
-    *hard_lse, log_hard = merged(hard_largest, hard_log_sum)
-    log_p, log_q = (log_s, log_t) if settings.divergence == "reverse" else (log_t, log_s)
-    divergence = _weighted_(divergence + (log_p - log_q), log_p.exp()).sum(0)
-    entropy = _weighted_(entropy - log_s, log_s.exp()).sum(0)
-    # One part has the target, the others NaN.
-    hard_loss = hard_loss - log_hard
-    hard_loss = hard_loss.masked_fill(hard_loss.isnan(), -math.inf).amax(0)
-    hard_loss = hard_loss.masked_fill(hard_loss == -math.inf, math.nan)
-    centre = divergence if settings.divergence == "reverse" else centre[0]
-    numbers = (divergence.clamp(min=0), *lse, *teacher_lse, centre, entropy, *hard_lse, hard_loss)
-    return torch.stack(numbers, -1)
+def _or_nan(hard_lse: Tensor, hard_loss: Tensor) -> Tensor:
+    """NaN in rows without a loss, and so is their gradient: no column of it is the target's."""
+    return hard_lse.masked_fill(hard_loss.isnan().unsqueeze(1), math.nan)
 
 
 def _write_gradient_by_kernels(

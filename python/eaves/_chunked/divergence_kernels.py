@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
 from eaves._chunked.distributions import Logits, Number, RowFactors, RowStatistics
@@ -36,6 +39,43 @@ def write_gradient(
     arguments = _arguments(student, teacher, temperature, divergence, targets)
     tensors, constants = [tensor for tensor, _ in factors], [constant for _, constant in factors]
     call("linear_kl_div", divergence_backward, out, *arguments, *numbers, *tensors, constants)
+
+
+def mark_targets_without_mass_(part: Tensor, targets: Tensor, classes: int) -> None:
+    """The hard loss of a target in a part whose logits are all -inf is inf. NaN, as the kernel writes it, is a part
+    without the target. `part`: [rows, 10]."""
+    has_target = (targets >= 0) & (targets < classes)
+    part[:, 9].masked_fill_(has_target & (part[:, 8] == -math.inf), math.inf)
+
+
+def merged_parts(parts: Tensor, is_reverse: bool) -> Tensor:
+    """[parts, rows, 10] -> [rows, 10]. A KL divergence and an entropy of mixtures of disjoint distributions are the
+    means of the parts' own, and the ones of the parts' masses."""
+    divergence, *lses, centre, entropy, hard_largest, hard_log_sum, hard_loss = parts.unbind(-1)
+
+    def merged(largest: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The lse of all, and the logarithm of each part's mass."""
+        of_all = largest.amax(0)
+        log_sum_of_all = torch.logsumexp(largest - of_all + log_sum, 0)
+        return of_all, log_sum_of_all, (largest - of_all) + (log_sum - log_sum_of_all)
+
+    def mean(numbers: Tensor, log_p: Tensor) -> Tensor:
+        p = log_p.exp()
+        return (numbers * p).masked_fill_(p == 0, 0).sum(0)
+
+    (*lse, log_s), (*teacher_lse, log_t) = merged(*lses[:2]), merged(*lses[2:])
+    *hard_lse, log_hard = merged(hard_largest, hard_log_sum)
+    log_p, log_q = (log_s, log_t) if is_reverse else (log_t, log_s)
+    # Of a part in which q has no mass the kernel's own divergence is inf - inf.
+    divergence = mean((divergence + (log_p - log_q)).masked_fill_(log_q == -math.inf, math.inf), log_p)
+    entropy = mean(entropy - log_s, log_s)
+    # One part has the target, the others NaN.
+    hard_loss = hard_loss - log_hard
+    hard_loss = hard_loss.masked_fill(hard_loss.isnan(), -math.inf).amax(0)
+    hard_loss = hard_loss.masked_fill(hard_loss == -math.inf, math.nan)
+    centre = divergence if is_reverse else centre[0]
+    numbers = (divergence.clamp(min=0), *lse, *teacher_lse, centre, entropy, *hard_lse, hard_loss)
+    return torch.stack(numbers, -1)
 
 
 def _arguments(

@@ -2,15 +2,9 @@
 // passes of a distillation loss over the logits of a chunk. On a GPU alone; python/eaves/_chunked/divergence.py has the
 // same in PyTorch's operators, for the CPU and float64.
 //
-//   z = logits / temperature,  s = softmax(z) of the student,  t = softmax(z) of the teacher
-//
-//   forward           sum t * (log t - log s)
-//   reverse           sum s * (log s - log t)
-//   jsd               beta * sum t * (log t - log m) + (1 - beta) * sum s * (log s - log m),  m = beta * t + (1 - beta)
-//   * s total_variation   sum |s - t| / 2
-//
-// With f' the derivative of the summand by s, the gradient of z is s * (f' - centre), centre = sum s * f'. A summand is
-// 0 if its probability is.
+// z = logits / temperature, s = softmax(z) of the student, t = softmax(z) of the teacher. With f' the derivative of a
+// summand of the divergence by s, the gradient of z is s * (f' - centre), centre = sum s * f'. A summand is 0 if its
+// probability is.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +16,14 @@
 #pragma GCC visibility push(default)  // for the Python package
 namespace eaves {
 
-enum class Divergence : std::uint8_t { forward, reverse, jsd, total_variation };
+enum class Divergence : std::uint8_t {
+  forward,  ///< sum t * (log t - log s)
+  reverse,  ///< sum s * (log s - log t)
+  /// With m = beta * t + (1 - beta) * s:
+  /// beta * sum t * (log t - log m) + (1 - beta) * sum s * (log s - log m)
+  jsd,
+  total_variation,  ///< sum |s - t| / 2
+};
 
 /// Logits from u = values + bias: scale * u, or with a soft cap softcap * tanh(scale * u / softcap).
 struct Distribution {
@@ -45,8 +46,8 @@ struct DivergenceInputs {
   RowNumber temperature = {{}, 1.0};
   Divergence divergence = Divergence::forward;
   double beta = 0.5;
-  TensorView targets =
-      {};  ///< [rows], int64: classes of a cross entropy of the student's logits at temperature 1; optional
+  /// [rows], int64: classes of a cross entropy of the student's logits at temperature 1; optional
+  TensorView targets = {};
 };
 
 /// Columns of `statistics`. An lse is two of them: the largest z, and the logarithm of the sum of exp(z - largest).

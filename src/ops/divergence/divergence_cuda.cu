@@ -30,7 +30,6 @@ constexpr std::int64_t kPiece = 4 * kBatch;
 constexpr int kBlocks = 3;  // of a multiprocessor, as a bound of their registers
 
 // ---- arguments of kernels -------------------------------------------------------------------------------------------
-// ----------------------------------------------------------------------------------------------
 
 /// tanh_and_derivative() with a relative error of 3e-7 for small x too.
 __device__ TanhAndDerivative exact_tanh(float x) {
