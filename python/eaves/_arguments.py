@@ -1,5 +1,6 @@
-"""The losses' arguments that PyTorch's functions and JAX's have in common: the reduction, the names of outputs with the
-named tuples that return them, and the answers to keywords of other functions. Without PyTorch and without JAX."""
+"""The losses' arguments that PyTorch's functions and JAX's have in common: the reduction, the options of a teacher, the
+names of outputs with the named tuples that return them, and the answers to keywords of other functions. Without PyTorch
+and without JAX."""
 
 from __future__ import annotations
 
@@ -26,6 +27,24 @@ def reduction_of(op: str, reduction: str) -> int:
         hint = "; divide by a batch with normalizer=its size" if reduction == "batchmean" else ""
         raise error(f'{op}: reduction is {reduction!r}, expected "none", "sum" or "mean"{hint}')
     return mode
+
+
+def check_teacher_options(op: str, teacher: str, **options: object) -> None:
+    """`teacher`: the name of its argument; `options`: teacher_bias, teacher_scale and teacher_softcap."""
+    for name, option in options.items():
+        takes = ("teacher_hidden",) if name == "teacher_bias" else ("teacher_hidden", "teacher_logits")
+        if option is not None and teacher not in takes:
+            raise ValueError(f"{op}: {name} is given, which {teacher} do not take; leave it out")
+
+
+def check_temperature_of_top_k(op: str, rest: str, is_one: bool) -> None:
+    """The rest at another temperature is unknown, and with it the distribution of the K and the rest."""
+    if not is_one and rest in ("class", "ignore"):
+        raise ValueError(
+            f'{op}: temperature is given beside teacher_tokens and teacher_rest="{rest}", and the rest at another '
+            "temperature is unknown; pass log-probabilities served at the temperature T, scale=1/T and no temperature, "
+            'or teacher_rest="renormalize" or "zero"'
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- outputs

@@ -64,16 +64,13 @@ class Oracle:
             log_t = log_t.masked_fill(~is_token, FAR)
             own = torch.zeros_like(log_s, dtype=torch.bool).scatter(-1, tokens.clamp(min=0), is_token)
             chosen = log_s.gather(-1, tokens.clamp(min=0)).masked_fill(~is_token, FAR)
-            of_rest = torch.log1p(-log_t.exp().sum(-1, keepdim=True))
-            if rest in ("class", "ignore"):
-                log_t = torch.log_softmax(over(torch.cat([log_t, of_rest], -1), temperature), -1)
-            else:
+            if rest == "class":
+                log_t = torch.cat([log_t, torch.log1p(-log_t.exp().sum(-1, keepdim=True))], -1)
+            elif rest != "ignore":
                 log_t = torch.log_softmax(over(log_t, temperature), -1)
             if rest == "renormalize":
                 chosen = torch.log_softmax(chosen, -1)
-            elif rest == "ignore":
-                log_t = log_t[..., :-1]
-            else:
+            elif rest != "ignore":
                 log_t = log_t if rest == "class" else torch.cat([log_t, torch.full_like(log_t[..., :1], FAR)], -1)
                 chosen = torch.cat([chosen, log_s.masked_fill(own, FAR).logsumexp(-1, keepdim=True)], -1)
             log_s, largest_of_teacher = chosen, log_t.masked_fill(log_t < FAR / 2, 0.0)
@@ -180,6 +177,7 @@ def test_the_loss_the_outputs_and_the_gradients_are_within_the_contract(jax_devi
     hidden, head = random_tensor((4, 5, D), dtype), random_tensor((V, D), dtype, deviation=D**-0.5)
     bias = random_tensor((V,), dtype) if biased else None
     teacher = teacher_of(teacher_kind, dtype, biased)
+    temperature = None if teacher_kind in ("class", "ignore") else temperature  # which is refused
     kind = "jsd" if (kind, teacher_kind) == ("reverse", "zero") else kind  # which is infinite
     options: Options = {
         "divergence": kind, "beta": 0.3, "reduction": reduction, "scale": scale, "softcap": softcap,
@@ -189,6 +187,8 @@ def test_the_loss_the_outputs_and_the_gradients_are_within_the_contract(jax_devi
         "teacher_rest": teacher_kind if "teacher_tokens" in teacher else "renormalize",
         "normalizer": normalizer if reduction == "mean" else None,
     }  # fmt: skip
+    if teacher_kind not in ("hidden", "logits"):
+        options |= {"teacher_scale": None, "teacher_softcap": None}
     if weighted:
         options["row_weight"] = torch.rand(4, 5, generator=torch.Generator().manual_seed(4))
         options["row_weight"][1, 1] = 0
@@ -247,6 +247,23 @@ def test_equal_heads_have_divergence_and_gradient_0(jax_device: Any, divergence:
     function = functools.partial(call, divergence=divergence, temperature=temperature, softcap=3.0, teacher_softcap=3.0)
     loss, grads = jax.jit(jax.value_and_grad(function, (0, 1)))(hidden, head, hidden, head)
     assert loss == 0 and not any(each.any() for each in grads)
+
+
+@pytest.mark.parametrize("rest", ["class", "renormalize", "ignore"])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("served_at", [1.0, 2.0])
+def test_equal_heads_and_a_top_k_have_divergence_and_gradient_0(
+    jax_device: Any, served_at: float, divergence: str, rest: str
+) -> None:
+    hidden, head, *_ = heads()
+    logits = jnp.matmul(hidden, head.T, precision="highest")
+    log_probs, tokens = jax.lax.top_k(jax.nn.log_softmax(logits / served_at), K)
+    given = {"teacher_log_probs": log_probs, "teacher_tokens": tokens, "teacher_rest": rest, "scale": 1 / served_at}
+    loss, grads = jax.value_and_grad(functools.partial(call, divergence=divergence, **given), (0, 1))(hidden, head)
+    assert abs(loss) < 2e-6
+    # Of total variation they are signs of differences, and of an undivided sum only those of "jsd" are 0.
+    if divergence == "jsd" or (divergence != "total_variation" and rest != "ignore"):
+        assert all(abs(each).max() < 2e-6 for each in grads)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -363,6 +380,8 @@ TOP: Options = {
     "teacher_hidden": None, "teacher_head": None, "teacher_log_probs": jnp.zeros((6, K)),
     "teacher_tokens": jnp.zeros((6, K), int),
 }  # fmt: skip
+LOGITS: Options = {"teacher_hidden": None, "teacher_head": None, "teacher_logits": jnp.ones((6, V))}
+PROBS: Options = {"teacher_hidden": None, "teacher_head": None, "teacher_probs": jnp.ones((6, V)) / V}
 WRONG: list[tuple[Options, type[Exception], str]] = [
     ({"divergence": "kl"}, ValueError, 'divergence is \'kl\', expected "forward", "reverse", "jsd" or "total'),
     ({"beta": 1.5}, ValueError, "beta is 1.5, expected a number from 0 to 1"),
@@ -387,6 +406,11 @@ WRONG: list[tuple[Options, type[Exception], str]] = [
     ({"teacher_rest": "tail"}, ValueError, 'teacher_rest is \'tail\', expected "class", "renormalize", "zero" or "ig'),
     ({"teacher_rest": "zero", "divergence": "reverse", **TOP}, ValueError, 'divergence "reverse" is infinite'),
     ({"outputs": "teacher_lse", **TOP}, ValueError, 'outputs has "teacher_lse", which a top K does not'),
+    ({"temperature": 2.0, **TOP}, ValueError, 'temperature is given beside teacher_tokens and teacher_rest="class"'),
+    ({"temperature": jnp.ones(6), "teacher_rest": "ignore", **TOP}, ValueError, "temperature is given beside teacher_"),
+    ({"teacher_scale": 2.0, **TOP}, ValueError, "teacher_scale is given, which teacher_log_probs do not take; leave"),
+    ({"teacher_softcap": 2.0, **PROBS}, ValueError, "teacher_softcap is given, which teacher_probs do not take; leave"),
+    ({"teacher_bias": jnp.ones(V), **LOGITS}, ValueError, "teacher_bias is given, which teacher_logits do not take; l"),
     ({"axis_name": "model"}, ValueError, "head does not vary over the axis 'model'"),
     ({"student_weight": 1}, TypeError, "unexpected keyword argument 'student_weight'; pass head"),
 ]  # fmt: skip

@@ -80,15 +80,26 @@ LOG_PROBS = torch.full((4, 2), -1.0)
     ({"teacher_log_probs": LOG_PROBS, "teacher_tokens": TOKENS, "divergence": "reverse", "teacher_rest": "zero"},
         ValueError, 'divergence is "reverse", which is infinite of a teacher that is 0 outside of its top K'),
     ({"teacher_log_probs": LOG_PROBS, "teacher_tokens": TOKENS, "outputs": "teacher_lse"}, ValueError, 'has "teacher_'),
+    ({"teacher_log_probs": LOG_PROBS, "teacher_tokens": TOKENS, "temperature": 2.0}, ValueError,
+        'temperature is given beside teacher_tokens and teacher_rest="class".*pass log-probabilities served at the t'),
+    ({"teacher_log_probs": LOG_PROBS, "teacher_tokens": TOKENS, "temperature": torch.ones(4), "teacher_rest": "ignore"},
+        ValueError, 'teacher_rest="ignore", and the rest at another temperature is unknown'),
+    ({"teacher_log_probs": LOG_PROBS, "teacher_tokens": TOKENS, "temperature": "2"}, TypeError, "temperature is '2', "),
 ])  # fmt: skip
 def test_refusals_of_a_given_teacher(call: Call, any_device: torch.device) -> None:
     assert_each_refused(eaves.linear_kl_div, "linear_kl_div", {"hidden": X, "head": HEAD}, call, any_device)
 
 
+def test_a_temperature_of_1_goes_with_a_top_k_and_its_rest() -> None:
+    given = {"teacher_tokens": TOKENS, "teacher_log_probs": LOG_PROBS}
+    assert torch.equal(eaves.linear_kl_div(X, HEAD, **given, temperature=1), eaves.linear_kl_div(X, HEAD, **given))
+
+
 @each("case", [
     ({"teacher_tokens": torch.tensor([[0, 1], [2, 5], [3, -1], [1, 0]])}, r"teacher_tokens\[1, 1\] is 5, expected 0 t"),
     ({"teacher_tokens": torch.tensor([[0, 1], [2, 4], [3, 3], [1, 0]])}, r"teacher_tokens\[2\] has the token 3 twice"),
-    ({"temperature": torch.tensor([1.0, -1, 1, 1])}, r"temperature\[1\] is -1\.0, expected a positive number"),
+    ({"temperature": torch.tensor([1.0, -1, 1, 1]), "teacher_rest": "zero"},
+        r"temperature\[1\] is -1\.0, expected a positive number"),
     ({"targets": torch.tensor([0, 1, 5, 2]), "hard_weight": 1}, r"targets\[2\] is 5, expected 0 to 4, or ignore_index"),
 ])  # fmt: skip
 def test_values_are_looked_at_on_the_cpu(case: tuple[dict[str, Any], str]) -> None:

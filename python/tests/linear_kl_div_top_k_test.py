@@ -79,6 +79,8 @@ def test_a_top_k_is_its_formula(divergence: str, rest: str) -> None:
     for temperature, softcap, scale, reduction, workspace_bytes in pairwise(
         (None, 2.0, temperatures(ROWS, device)), (None, 1.5), (None, 0.7), REDUCTIONS, (None, 1)
     ):
+        if rest in ("class", "ignore"):  # which a temperature is refused with
+            temperature = None
         leaves, exact_leaves = leaves_of(student), leaves_of(student)
         options: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "scale": scale}
         found = eaves.linear_kl_div(
@@ -111,6 +113,52 @@ def test_a_top_k_of_all_classes_is_the_whole_teacher(dtype: torch.dtype, rest: s
     for mine, theirs in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
         of_dtype = {"rtol": 1e-3, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-4}
         torch.testing.assert_close(mine, theirs, **of_dtype)
+
+
+@each("rest", ("class", "renormalize", "ignore"))
+@each("divergence", DIVERGENCES)
+@each("served_at", (1.0, 2.0))
+def test_of_a_top_k_of_equal_heads_nothing_is_left(
+    served_at: float, divergence: str, rest: str, device: torch.device
+) -> None:
+    x, head = heads(torch.float32, device, (64,), 1000)[:2]
+    log_probs, tokens = (x @ head.T / served_at).log_softmax(-1).topk(8)
+    leaves = leaves_of([x, head])
+    loss = eaves.linear_kl_div(
+        *leaves, teacher_tokens=tokens, teacher_log_probs=log_probs, teacher_rest=rest, divergence=divergence,
+        scale=1 / served_at,
+    )  # fmt: skip
+    torch.testing.assert_close(loss, torch.zeros_like(loss), rtol=0, atol=2e-6)
+    # Of total variation they are signs of differences, and of an undivided sum only those of "jsd" are 0.
+    if divergence == "jsd" or (divergence != "total_variation" and rest != "ignore"):
+        for gradient in torch.autograd.grad(loss, leaves):
+            torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=2e-6)
+
+
+@each("temperature", (0.5, 4.0))
+def test_a_renormalized_top_k_is_exact_at_any_temperature(temperature: float, device: torch.device) -> None:
+    x, head = heads(torch.float32, device, (64,), 1000)[:2]
+    log_probs, tokens = (x @ head.T).log_softmax(-1).topk(8)
+    leaves = leaves_of([x, head])
+    loss = eaves.linear_kl_div(
+        *leaves, teacher_tokens=tokens, teacher_log_probs=log_probs, teacher_rest="renormalize", temperature=temperature
+    )
+    for each_of_them in (loss, *torch.autograd.grad(loss, leaves)):
+        torch.testing.assert_close(each_of_them, torch.zeros_like(each_of_them), rtol=0, atol=2e-6)
+
+
+def test_tokens_of_rows_that_do_not_count_may_be_any() -> None:
+    x, head, *_ = heads(torch.float32, torch.device("cpu"), (2, 2))
+    tokens = torch.tensor([[[0, 1, 2], [0, 0, 0]], [[3, 4, 5], [CLASSES, 7, 7]]])
+    log_probs = torch.full(tokens.shape, -2.0)
+    targets, weight = torch.tensor([[1, IGNORED], [2, 3]]), torch.tensor([[1.0, 2.0], [1.0, 0.0]])
+    kept = {"teacher_tokens": tokens[:, 0], "teacher_log_probs": log_probs[:, 0]}
+    expected = eaves.linear_kl_div(x[:, 0], head, **kept)
+    of_rows: dict[str, Any] = {"teacher_log_probs": log_probs, "targets": targets, "row_weight": weight}
+    torch.testing.assert_close(eaves.linear_kl_div(x, head, teacher_tokens=tokens, **of_rows), expected)
+    tokens[1, 0, 1] = 3
+    with pytest.raises(ValueError, match=r"teacher_tokens\[1, 0\] has the token 3 twice"):
+        eaves.linear_kl_div(x, head, teacher_tokens=tokens, **of_rows)
 
 
 def test_a_token_that_the_student_masks_makes_infinity(device: torch.device) -> None:

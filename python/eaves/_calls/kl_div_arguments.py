@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from eaves._arguments import check_teacher_options, check_temperature_of_top_k
 from eaves._chunked.head import skips_ignored
 from eaves._chunked.kl_div import OP, Rows, Settings
 from eaves._parallel.agreement import agree_on_placements
@@ -19,6 +20,7 @@ from eaves._torch.checks import (
     check_dtype_of,
     check_shape,
     index_of,
+    number_of,
     refuse_gradient,
 )
 from eaves._torch.head import (
@@ -26,7 +28,7 @@ from eaves._torch.head import (
     check_floating,
     checked_head,
 )
-from eaves._torch.options import CLASS_DTYPES, row_weight_of, shape_of
+from eaves._torch.options import CLASS_DTYPES, RANGES, row_weight_of, shape_of
 from eaves._torch.rows import are_checked, check_classes, counts_of
 from eaves._torch.temperature import divisors_of, temperature_of_rows
 
@@ -116,12 +118,11 @@ def teacher_of(
             "teacher_logits, teacher_log_probs and teacher_probs"
         )
     kind = kinds[0]
-    for name, kinds in (("bias", ["head"]), ("scale", ["head", "logits"]), ("softcap", ["head", "logits"])):
-        if getattr(call, f"teacher_{name}") is not None and kind not in kinds:
-            raise ValueError(f"{OP}: teacher_{name} is given, which teacher_{kind} do not take; leave it out")
+    name, given = "teacher_hidden" if kind == "head" else f"teacher_{kind}", named[kind]
+    of_teacher = {"teacher_scale": call.teacher_scale, "teacher_softcap": call.teacher_softcap}
+    check_teacher_options(OP, name, teacher_bias=call.teacher_bias, **of_teacher)
     if kind == "head":
         return kind, _product_of_teacher(call, classes, rows, shard)
-    name, given = f"teacher_{kind}", named[kind]
     assert given is not None
     check_floating(OP, name, given, "hidden", call.hidden)
     refuse_gradient(OP, name, given)
@@ -145,6 +146,11 @@ def teacher_of(
             f"{shape_of(call.hidden)}"
         )
     check_shape(OP, name, given, tokens.shape, "that of teacher_tokens")
+    is_one = call.temperature is None or (
+        not isinstance(call.temperature, Tensor)
+        and number_of(OP, "temperature", call.temperature, *RANGES["scale"]) == 1
+    )
+    check_temperature_of_top_k(OP, call.teacher_rest, is_one)
     shape = (math.prod(rows), tokens.shape[-1])
     return "top_k", (tokens.to(torch.int64).reshape(shape), given.detach().reshape(shape))
 
@@ -223,12 +229,18 @@ def rows_of(call: KlDivCall, hidden: Tensor, rows: Sequence[int], dtype: torch.d
 
 
 def check_values(call: KlDivCall, settings: Settings, of_rows: Rows, classes: int) -> None:
-    """Values of classes that can be looked at: the targets of the hard loss, and the tokens of a top K."""
+    """Values of classes that can be looked at: the targets of the hard loss, and the tokens of a top K in
+    rows that count."""
     if settings.of_rows.has_hard_loss and call.targets is not None and are_checked(call.targets):
         check_classes(OP, "targets", call.targets, classes, call.ignore_index)
     tokens = call.teacher_tokens
     if tokens is not None and are_checked(tokens) and call.teacher_log_probs is not None:
         is_padding = (tokens < 0) | (call.teacher_log_probs == -math.inf)
+        if of_rows.counts is not None:
+            is_padding |= ~of_rows.counts.view(*tokens.shape[:-1], 1)
+        elif of_rows.kept is not None:
+            is_ignored = torch.ones_like(tokens[..., 0], dtype=torch.bool).flatten().index_fill(0, of_rows.kept, False)
+            is_padding |= is_ignored.view(*tokens.shape[:-1], 1)
         listed = tokens.to(torch.int64).masked_fill(is_padding, -1)
         check_classes(OP, "teacher_tokens", listed, classes, -1)
         ordered = listed.sort(-1).values

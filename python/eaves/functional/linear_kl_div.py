@@ -123,7 +123,7 @@ def linear_kl_div(
         "total_variation"    1/2 * sum_v |s_v - t_v|
 
     and 0 * log 0 is 0. No divergence is below 0 (but see "ignore"), and of two equal distributions it is 0, as are its
-    gradients. It is not multiplied by temperature^2, as G. Hinton et al. (arXiv:1503.02531) do.
+    gradients. G. Hinton et al. (arXiv:1503.02531) multiply it by temperature^2; this function does not.
 
     beta belongs to the teacher, in the weight and in the mixture, as in TRL's GKDTrainer and in Liger. There too beta 0
     stands for "forward" and 1 for "reverse", although "jsd" itself tends to 0 there.
@@ -169,10 +169,10 @@ def linear_kl_div(
             "zero"         The teacher is divided by its mass in the K, and 0 elsewhere; the student is whole
                            (DistillKit's zero). Not with "reverse", which is infinite then.
             "ignore"       The sum over the K alone, of undivided probabilities (verl). It may be below 0.
-            The temperature divides the log-probabilities; with "class" and "ignore" the distribution of K + 1 classes
-            is softmax of them all, because nobody knows the rest one by one. For log-probabilities that were served at
-            the temperature T, pass scale=1/T and no temperature (with a softcap c, softcap=c/T); a hard loss is at T
-            then. A rest counts at least as the epsilon of float32.
+            "renormalize" and "zero" are exact at any temperature, which divides the log-probabilities. "class" and
+            "ignore" take no temperature but 1, because the rest at another one is unknown: pass log-probabilities
+            served at the temperature T, scale=1/T and no temperature (with a softcap c, softcap=c/T); a hard loss is at
+            T then. A rest counts at least as the epsilon of the dtype of sums, float32 or float64.
         targets: None, or of each row a class, int32 or int64: the shape of hidden without D. Without a hard loss it is
             only compared with ignore_index.
         bias, teacher_bias: [V], in the dtype of the hidden states or float32. A class that the teacher masks (-inf)
@@ -181,7 +181,8 @@ def linear_kl_div(
         scale, softcap, teacher_scale, teacher_softcap: None, or positive numbers, as in eaves.linear_cross_entropy. The
             teacher's go with teacher_hidden and teacher_logits.
         temperature: None, or a positive number. Or a tensor with one for each row, in any floating-point dtype: the
-            shape of hidden without D, whose axes may be 1 or missing at the end; as in eaves.log_prob.
+            shape of hidden without D, whose axes may be 1 or missing at the end; as in eaves.log_prob. For a top K
+            see teacher_rest.
         row_weight: None, or a factor of each row's loss, the shape of hidden without D. A row of weight 0 (of a bool
             mask: False) does not count, as one that is ignored. It gets no gradient.
         skip_ignored: on a GPU, whether to leave rows that do not count out of the products. The call then waits once
@@ -225,7 +226,8 @@ def linear_kl_div(
 
     Raises:
         ValueError: a shape, dtype, device or number is not as above; the two have different numbers of classes; on the
-            CPU a target or a token that is no class, or a token twice in a row. (On a GPU the row is NaN.)
+            CPU, in a row that counts, a target or a token that is no class, or a token twice. On a GPU a row with a
+            wrong target or token is NaN, and one with a token twice is not found: its result is undefined.
         TypeError: an argument is of the wrong Python type.
         NotImplementedError: a dtype, layout or device that eaves does not have, another DTensor; a derivative of second
             order, in forward mode, or with respect to the teacher, row_weight, temperature or normalizer; torch.vmap,

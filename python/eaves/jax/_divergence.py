@@ -197,14 +197,13 @@ class Chunk:
             rest = self.tempered.at[_rows_of(place), jnp.where(is_own, place, beyond)].set(-jnp.inf, mode="drop")
             rest_lse = self._lse(rest)
             log_s = jnp.append(of_tokens, rest_lse, 1) - self.lse
-        if settings.rest in ("class", "ignore"):  # a temperature is of all classes
+        if settings.rest == "class":  # at temperature 1, as "ignore"
             of_rest = jnp.log(jnp.maximum(1 - jnp.exp(log_t).sum(1, keepdims=True), jnp.finfo(self.dtype).eps))
             log_t = jnp.append(log_t, of_rest, 1)
-        log_t = self._tempered(log_t)
-        log_t = log_t if settings.rest in ("class", "ignore") and settings.temperature == 1 else log_t - _lse(log_t)
-        if settings.rest == "ignore":
-            log_t = log_t[:, :-1]
-        elif settings.rest == "zero":
+        elif settings.rest != "ignore":
+            log_t = self._tempered(log_t)
+            log_t -= _lse(log_t)
+        if settings.rest == "zero":
             log_t = jnp.append(log_t, jnp.full_like(log_t[:, :1], -jnp.inf), 1)
         elif settings.rest == "class":
             log_t = log_t.at[:, -1:].set(jnp.where(rest_lse == -jnp.inf, -jnp.inf, log_t[:, -1:]))

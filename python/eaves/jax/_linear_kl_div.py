@@ -19,6 +19,8 @@ from eaves._arguments import (
     NONE,
     KlDivOutputs,
     answers_missing,
+    check_teacher_options,
+    check_temperature_of_top_k,
     output_names,
     reduction_of,
     refuse_unknown,
@@ -86,18 +88,20 @@ def linear_kl_div(
         head: [V, D], or [D, V] with head_layout="dv", in the dtype of hidden.
         teacher_hidden, teacher_head: the teacher's, [..., E] and [V, E] (or [E, V]), in a dtype of their own.
         teacher_logits, teacher_log_probs, teacher_probs: instead of them, [..., V], of any floating-point type. All are
-            divided by T as logits are, log-probabilities and logarithms of probabilities too.
-        teacher_tokens: the teacher's top K tokens, [..., K], int32 or int64, each at most once; teacher_log_probs are
-            those of these tokens then, [..., K]. A token below 0, or a log-probability of -inf, is padding; a row
-            of padding alone has divergence 0.
+            divided by T as logits are, log-probabilities and logarithms of probabilities too (of a top K see
+            teacher_rest).
+        teacher_tokens: the teacher's top K tokens, [..., K], int32 or int64, each at most once (the result of a row
+            with one twice is undefined); teacher_log_probs are those of these tokens then, [..., K]. A token below 0,
+            or a log-probability of -inf, is padding; a row of padding alone has divergence 0.
         teacher_rest: the probability beside the top K. "class": one class more of both. "renormalize": teacher and
             student each add up to 1 over the K. "zero": the teacher alone does, and has 0 elsewhere; "reverse" is
-            refused. "ignore": the sum over the K of both as they are, which may be below 0. Where both have been served
-            at a temperature already, pass scale=1 / T and no temperature.
+            refused. "ignore": the sum over the K of both as they are, which may be below 0. "class" and "ignore"
+            take no temperature but 1, because the rest at another one is unknown: pass log-probabilities served at the
+            temperature T and scale=1/T (with a softcap c, softcap=c/T). "renormalize" and "zero" take any.
         targets: None, or of each row a class: compared with ignore_index, and the classes of the hard loss.
         bias, teacher_bias: [V], in the dtype of the hidden states or float32.
-        scale, softcap, teacher_scale, teacher_softcap: as scale and softcap of linear_cross_entropy; the teacher's are
-            of teacher_hidden and teacher_logits.
+        scale, softcap, teacher_scale, teacher_softcap: as scale and softcap of linear_cross_entropy; the teacher's go
+            with teacher_hidden and teacher_logits, teacher_bias with teacher_hidden.
         temperature: T, a positive number; or an array with one for each row, the shape of hidden without D, whose axes
             may be 1 or missing at the end; None: 1.
         row_weight, ignore_index, reduction, normalizer: as in linear_cross_entropy.
@@ -145,16 +149,21 @@ def linear_kl_div(
     teacher = _teacher_of(dict(zip(TEACHERS, given)), teacher_head, teacher_tokens, (*rows, classes), head_layout)
     if teacher_rest == "zero" and teacher_tokens is not None and divergence == "reverse":
         raise ValueError(f'{_OP}: divergence "reverse" is infinite with teacher_rest="zero"')
+    if teacher_tokens is not None:
+        is_one = array_of_temperature is None and _positive("temperature", temperature) == 1
+        check_temperature_of_top_k(_OP, teacher_rest, is_one)
     if "teacher_lse" in names and teacher_tokens is not None:
         raise ValueError(f'{_OP}: outputs has "teacher_lse", which a top K does not say; leave it out')
+    kind = next(name for name in TEACHERS if name in teacher)
+    of_teacher = {"teacher_scale": teacher_scale, "teacher_softcap": teacher_softcap}
+    check_teacher_options(_OP, kind, teacher_bias=teacher_bias, **of_teacher)
     if teacher_bias is not None:
         teacher["teacher_bias"] = _of_shape("teacher_bias", teacher_bias, (classes,), "one per class")
     index = number_of(_OP, "ignore_index", ignore_index, operator.index)
     weight = row_weight_of(_OP, row_weight, rows, dtype)
     targets = _targets_of(targets, rows, hard_weight is not None or "hard_loss" in names)
     settings = Settings(
-        divergence=divergence, beta=beta, teacher=next(name for name in TEACHERS if name in teacher),
-        rest=teacher_rest if teacher_tokens is not None else "",
+        divergence=divergence, beta=beta, teacher=kind, rest=teacher_rest if teacher_tokens is not None else "",
         temperature=_positive("temperature", temperature) if array_of_temperature is None else None,
         scale=_positive("scale", scale), teacher_scale=_positive("teacher_scale", teacher_scale),
         softcap=None if softcap is None else _positive("softcap", softcap),
