@@ -33,6 +33,10 @@ class WeightGradient : public OnGpu {
       cuda::sm90::weight_gradient("gemm", product, system_info().gpus.at(0).multiprocessors, nullptr);
     }
   }
+  static bool takes(const Gemm& product) {
+    if constexpr (EAVES_HAVE_CUTLASS) return cuda::takes_weight_gradient(product, 0);
+    return false;
+  }
   static GemmCase gradient(std::int64_t classes, std::int64_t features, std::int64_t rows) {
     return {.m = classes, .n = features, .k = rows, .is_a_transposed = true, .accumulates = true};
   }
@@ -95,11 +99,11 @@ TEST_F(WeightGradient, IsTakenByLargeSumsThatAreAddedWithAnAlpha) {
                    .c_stride = 4096,
                    .alpha = &alpha,
                    .accumulates = true};
-  EXPECT_TRUE(cuda::takes_weight_gradient(large, 0));
+  EXPECT_TRUE(takes(large));
   const auto expect_not = [&](auto change) {
     Gemm other = large;
     change(other);
-    EXPECT_FALSE(cuda::takes_weight_gradient(other, 0));
+    EXPECT_FALSE(takes(other));
   };
   expect_not([](Gemm& product) { product.alpha = nullptr; });
   expect_not([](Gemm& product) { product.accumulates = false; });
