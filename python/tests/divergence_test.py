@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from eaves._chunked import divergence_kernels as kernels
 from eaves._chunked.distributions import DivergenceSettings, Logits, RowFactors
-from eaves._chunked.divergence import DIVERGENCES, MERGED, of_parts, statistics, statistics_of_part, write_gradient
-from eaves._chunked.divergence_kernels import mark_targets_without_mass_
+from eaves._chunked.divergence import DIVERGENCES, MERGED, row_statistics, statistics, write_gradient
 
 each = pytest.mark.parametrize
 ROWS = 5
@@ -277,13 +277,17 @@ PARTS = (0, 7, 19, 37)
 
 
 def part_of(case: Case, first: int, last: int) -> Tensor:
-    """statistics_of_part of these classes. On the CPU what the kernel computes: numbers of a row that is all -inf are
+    """The statistics of these classes alone. On the CPU what the kernel computes: numbers of a row that is all -inf are
     NaN but for its lse, 0 and -inf."""
     student, teacher = (
         each._replace(values=each.values[:, first:last]) for each in (case.student, case.teacher)
     )  # fmt: skip
+    targets = case.targets - first
     if student.values.is_cuda:
-        return statistics_of_part(student, teacher, case.temperature, case.settings, case.targets, first)
+        divergence = case.settings.divergence, case.settings.beta
+        found = kernels.statistics(student, teacher, case.temperature, divergence, targets)
+        kernels.mark_targets_without_mass_(found, targets, last - first)
+        return found
     z, u = logits_of(student), logits_of(teacher)
     lses = []
     for each in (z / case.temperature, u / case.temperature, z):
@@ -291,15 +295,14 @@ def part_of(case: Case, first: int, last: int) -> Tensor:
         anchor = largest.masked_fill(largest == -math.inf, 0)
         lses.append(torch.stack([anchor, (each - anchor.unsqueeze(1)).exp().sum(1).log()], 1))
     log_s, log_t = (softmax_of(each, case.temperature) for each in (student, teacher))
-    divergence = formula(log_s, log_t, case.settings.divergence, 0.0)
-    targets = case.targets - first
+    of_rows = formula(log_s, log_t, case.settings.divergence, 0.0)
     is_here = (targets >= 0) & (targets < last - first)
     hard = -softmax_of(student, 1.0).gather(1, targets.clamp(0, last - first - 1).unsqueeze(1)).squeeze(1)
     hard = hard.masked_fill(~is_here, math.nan)
-    centre = divergence if case.settings.divergence == "reverse" else torch.full_like(divergence, -1)
+    centre = of_rows if case.settings.divergence == "reverse" else torch.full_like(of_rows, -1)
     numbers = torch.stack([centre, -times(log_s.exp(), log_s).sum(1)], 1)
-    found = torch.cat([divergence.unsqueeze(1), *lses[:2], numbers, lses[2], hard.unsqueeze(1)], 1)
-    mark_targets_without_mass_(found, targets, last - first)
+    found = torch.cat([of_rows.unsqueeze(1), *lses[:2], numbers, lses[2], hard.unsqueeze(1)], 1)
+    kernels.mark_targets_without_mass_(found, targets, last - first)
     return found
 
 
@@ -312,7 +315,7 @@ def test_parts_of_the_classes_merge_to_the_whole(divergence: str, device: torch.
     case.student.values[[1, 3], part] = case.teacher.values[[2, 3], part] = -math.inf
     whole = case.statistics()
     parts = [part_of(case, *each) for each in itertools.pairwise(PARTS)]
-    merged = of_parts(parts, case.settings)
+    merged = row_statistics(kernels.merged_parts(torch.stack(parts), divergence == "reverse"), case.settings)
     infinite = 1 if divergence == "forward" else 2
     assert merged.divergence.isposinf().nonzero().tolist() == [[infinite]]
     assert merged.hard_loss is not None and merged.hard_loss.isposinf().tolist() == [False, True, False, True, False]

@@ -222,7 +222,7 @@ def _with_sizes(
     if is_rounded and hidden.is_cuda and call.workspace_bytes is None:
         limit = max(limit, classes * head.shape[1] * bits)  # the rounded gradient of the head takes as much at the end
     # On a GPU the gradient in 16 bits waits for two chunks more: the product that adds it to the gradient of the head
-    # reads and writes that as a whole. H200, 151,936 classes, 512 MiB: 51.5 ms with chunks of 256 rows, 59.9 with 441.
+    # reads and writes that as a whole.
     chunks = 3 if is_rounded and hidden.is_cuda else 1
     bytes_of_class = of_class + chunks * bits if is_rounded else of_class
     chunk = chunk_size(hidden.shape[0], max(1, of_row + classes * bytes_of_class), limit)

@@ -29,7 +29,7 @@ class Logits(NamedTuple):
 
 class TopK(NamedTuple):
     """Of a chunk, a teacher's likeliest tokens. A place without one has a token below 0 or a log-probability of -inf.
-    The temperature divides the log-probabilities, also the rest's, and what it makes of them sums to 1 again."""
+    The temperature divides the log-probabilities, whose softmax is the teacher; it is 1 beside "class" and "ignore"."""
 
     tokens: Tensor  # [rows, K], int64, each token at most once in a row
     log_probs: Tensor  # [rows, K]

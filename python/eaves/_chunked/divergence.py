@@ -17,7 +17,7 @@ Classes may be cut over ranks: an lse is merged, and the sums are added up, befo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
@@ -144,49 +144,34 @@ def _have_kernels(student: Logits, teacher: Logits | TopK, settings: DivergenceS
 def _statistics_by_kernels(
     student: Logits, teacher: Logits | TopK, temperature: Number, settings: DivergenceSettings, targets: Tensor | None
 ) -> RowStatistics:
-    found = of_parts([statistics_of_part(student, teacher, temperature, settings, targets)], settings)
+    over_ranks, divergence, of_teacher = settings.over_ranks, (settings.divergence, settings.beta), teacher
+    if isinstance(of_teacher, TopK):  # the student stands in for it: each class is read once
+        of_teacher, divergence = student, ("forward", 0.0)
+    if targets is not None and over_ranks is not None:
+        targets = targets - over_ranks.place.first_class
+    numbers = kernels.statistics(student, of_teacher, temperature, divergence, targets)
+    if over_ranks is not None:
+        if targets is not None:
+            kernels.mark_targets_without_mass_(numbers, targets, student.values.shape[1])
+        parts = all_gather(numbers, group_of(over_ranks.shard)).wait()
+        numbers = kernels.merged_parts(parts, settings.divergence == "reverse")
+    found = row_statistics(numbers, settings)
     if not isinstance(teacher, TopK):
         return found
     terms = _terms_of_top_k(student, teacher, temperature, settings, found.lse)
     return found._replace(divergence=terms.divergence, centre=terms.centre, teacher_lse=None)
 
 
-def statistics_of_part(
-    student: Logits,
-    teacher: Logits | TopK,
-    temperature: Number,
-    settings: DivergenceSettings,
-    targets: Tensor | None,
-    first_class: int | None = None,
-) -> Tensor:
-    """[rows, 10], the statistics of both over the classes that are there: all of this rank's, or from `first_class` of
-    this rank's on."""
-    over_ranks, divergence = settings.over_ranks, (settings.divergence, settings.beta)
-    if targets is not None:
-        first = (first_class or 0) + (0 if over_ranks is None else over_ranks.place.first_class)
-        targets = targets - first if first else targets
-    if isinstance(teacher, TopK):  # the student stands in for it: each class is read once
-        teacher, divergence = student, ("forward", 0.0)
-    found = kernels.statistics(student, teacher, temperature, divergence, targets)
-    if targets is not None and not (first_class is None and over_ranks is None):
-        kernels.mark_targets_without_mass_(found, targets, student.values.shape[1])
-    return found
-
-
-def of_parts(parts: Sequence[Tensor], settings: DivergenceSettings) -> RowStatistics:
-    """The statistics over all classes of all ranks, from statistics_of_part of disjoint classes."""
-    is_reverse = settings.divergence == "reverse"
-    found = parts[0] if len(parts) == 1 else kernels.merged_parts(torch.stack(list(parts)), is_reverse)
-    if settings.over_ranks is not None:
-        found = kernels.merged_parts(all_gather(found, group_of(settings.over_ranks.shard)).wait(), is_reverse)
+def row_statistics(numbers: Tensor, settings: DivergenceSettings) -> RowStatistics:
+    """From the kernels' [rows, 10]."""
     return RowStatistics(
-        divergence=found[:, 0],
-        lse=found[:, 1:3],
-        teacher_lse=found[:, 3:5],
-        centre=found[:, 5],
-        entropy=found[:, 6] if settings.has_entropy else None,
-        hard_lse=_or_nan(found[:, 7:9], found[:, 9]) if settings.has_hard_loss else None,
-        hard_loss=found[:, 9] if settings.has_hard_loss else None,
+        divergence=numbers[:, 0],
+        lse=numbers[:, 1:3],
+        teacher_lse=numbers[:, 3:5],
+        centre=numbers[:, 5],
+        entropy=numbers[:, 6] if settings.has_entropy else None,
+        hard_lse=_or_nan(numbers[:, 7:9], numbers[:, 9]) if settings.has_hard_loss else None,
+        hard_loss=numbers[:, 9] if settings.has_hard_loss else None,
     )
 
 

@@ -295,8 +295,8 @@ def _transformed(z: Any, scale: float, softcap: float | None) -> tuple[Any, Any]
     z = z if scale == 1 else z * scale
     if softcap is None:
         return z, None
-    bent = jnp.tanh(z / softcap)
-    return softcap * bent, 1 - bent * bent
+    # 1 - tanh^2 would cancel.
+    return softcap * jnp.tanh(z / softcap), jnp.cosh(z / softcap) ** -2.0
 
 
 def _lse(z: Any, axis_name: str | None = None) -> Any:
