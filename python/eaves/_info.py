@@ -12,7 +12,7 @@ from typing import Any
 try:
     import torch
 
-    from eaves import trl, verl
+    from eaves._replacement import DOORS
     from eaves._torch import library as _library
 except ModuleNotFoundError as error:
     if error.name != "torch":
@@ -37,10 +37,10 @@ def collect() -> dict[str, Any]:
     """The report of `python -m eaves info --json`.
 
     Keys: python (version), package (version, target: the oldest PyTorch it runs under), torch (version, cuda, threads,
-    gpus), jax (version of the installed one or null, library: is that of eaves.jax here), trainers (of trl and verl:
-    version or null, is_known to eaves.trl and eaves.verl, is_active in this process), extension (see extension()),
-    matches (bool), problems (sentences; empty where matches is true). Without PyTorch, target and torch are null and
-    trainers is empty.
+    gpus), jax (version of the installed one or null, library: is that of eaves.jax here), trainers (for each library
+    that can train with eaves: version or null, is_known to eaves, is_active in this process), extension (see
+    extension()), matches (bool), problems (sentences; empty where matches is true). Without PyTorch, target and torch
+    are null and trainers is empty.
     """
     report: dict[str, Any] = {
         "python": platform.python_version(),
@@ -60,7 +60,7 @@ def collect() -> dict[str, Any]:
         }
         report["trainers"] = {
             each.library: {"version": each.version(), "is_known": each.is_known(), "is_active": each.is_active()}
-            for each in (trl.replacement, verl.replacement)
+            for each in DOORS.values()
         }
     report["problems"] = _problems(report)
     report["matches"] = not report["problems"]

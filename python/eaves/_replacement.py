@@ -1,5 +1,4 @@
-"""Functions of another library and eaves' own in their place, as long as that is wanted: what eaves.trl and eaves.verl
-share."""
+"""The libraries that can train with eaves, in one table; and functions of theirs that eaves takes the place of."""
 
 from __future__ import annotations
 
@@ -13,43 +12,61 @@ from types import ModuleType
 from typing import Any
 
 
-class Replacement:
-    """Of functions of `library`. For each, `functions` has places (module, name): where it is defined, and where it is
-    called; a name may be one in a class, "Trainer.compute_loss". The library is known in the release series `known`,
-    "1.16" for instance: what another one passes and expects may differ."""
+class Door:
+    """A library that can train with eaves: `library` as Python imports it, `package` as pip installs it. It is known in
+    the release series `known`, "1.16" for instance: what another one passes and expects may differ."""
 
-    def __init__(self, library: str, known: tuple[str, ...], *functions: tuple[tuple[str, str], ...]) -> None:
-        self.library, self._known, self._functions = library, known, functions
-        self._theirs: tuple[Any, ...] = ()
-        self._installed: list[Installed] = []  # the last is in place
-        self._lock = threading.RLock()
+    def __init__(self, library: str, known: tuple[str, ...], *, package: str | None = None) -> None:
+        self.library, self.known, self._package = library, known, package or library
 
     def version(self) -> str | None:
-        """Of the installed library; None where there is none."""
+        """The version of the installed library; None if it is not installed."""
         try:
-            return version(self.library)
+            return version(self._package)
         except PackageNotFoundError:
             return None
 
     def is_known(self) -> bool:
         found = self.version()
-        return found is not None and any(f"{found}.".startswith(f"{series}.") for series in self._known)
+        return found is not None and any(f"{found}.".startswith(f"{series}.") for series in self.known)
 
     def is_active(self) -> bool:
-        """Whether this process calls eaves: not, where somebody else has replaced the function since."""
+        """Whether this process calls eaves."""
+        raise NotImplementedError
+
+    def check_version(self) -> None:
+        """Raises ImportError if the library is not installed, RuntimeError if its version is unknown."""
+        found, expected = self.version(), " or ".join(f"{series}.x" for series in self.known)
+        if found is None:
+            raise ImportError(f"eaves.{self.library} needs {self._package} {expected}, which is not installed")
+        if not self.is_known():
+            raise RuntimeError(
+                f"eaves.{self.library}: this is {self._package} {found}, expected {expected}: nothing is replaced"
+            )
+
+
+class Replacement(Door):
+    """Functions of a library. For each, `functions` has places (module, name): where it is defined, and where it is
+    called; a name may be one in a class, "Trainer.compute_loss"."""
+
+    def __init__(
+        self, library: str, known: tuple[str, ...], *functions: tuple[tuple[str, str], ...], package: str | None = None
+    ) -> None:
+        super().__init__(library, known, package=package)
+        self._functions = functions
+        self._theirs: tuple[Any, ...] = ()
+        self._installed: list[Installed] = []  # the last is in place
+        self._lock = threading.RLock()
+
+    def is_active(self) -> bool:
+        """False too if somebody else has replaced the function since."""
         with self._lock:
             return bool(self._installed) and self._is_everywhere(self._installed[-1].ours)
 
     def install(self, make: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Installed:
         """Everywhere in the library that theirs, or ours with other options, was imported to. `make` gets theirs and
         returns ours."""
-        found, expected = self.version(), " or ".join(f"{series}.x" for series in self._known)
-        if found is None:
-            raise ImportError(f"eaves.{self.library} needs {self.library} {expected}, which is not installed")
-        if not self.is_known():
-            raise RuntimeError(
-                f"eaves.{self.library}: this is {self.library} {found}, expected {expected}: nothing is replaced"
-            )
+        self.check_version()
         with self._lock:
             for places in self._functions:
                 for module, _ in places:
@@ -122,3 +139,29 @@ class Installed:
 
     def __exit__(self, *_: object) -> None:
         self._replacement.uninstall(self)
+
+
+# Each library once: the versions that are known, and where the functions lie. eaves' own functions are in the module of
+# the library's name. `python -m eaves info` prints the table.
+DOORS: dict[str, Door] = {
+    door.library: door
+    for door in (
+        Replacement(
+            "trl",
+            ("1.16",),
+            (
+                ("trl.kernels.chunked_logprob", "ChunkedLogProbFunction"),
+                ("trl.trainer.utils", "_ChunkedLogProbFunction"),
+            ),
+            (("trl.kernels.chunked_divergence", "ChunkedDivergenceFunction"),),
+            (("trl.experimental.gkd.gkd_trainer", "GKDTrainer.compute_loss"),),
+        ),
+        Replacement("verl", ("0.9",), (("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"),)),
+    )
+}
+
+
+def replacement_of(library: str) -> Replacement:
+    door = DOORS[library]
+    assert isinstance(door, Replacement)
+    return door

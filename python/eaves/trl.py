@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from eaves._calls.log_prob import tempered
-from eaves._replacement import Installed, Replacement
+from eaves._replacement import Installed, replacement_of
 from eaves._torch.head import check_algorithm
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
 from eaves.functional.linear_kl_div import linear_kl_div
@@ -37,13 +37,7 @@ _OUTPUTS = {"entropy": "entropy", "log_sum_sq_probs": "sum_sq", "mean_logits": "
 
 _GKD = "trl.experimental.gkd.gkd_trainer"
 
-replacement = Replacement(
-    "trl",
-    ("1.16",),
-    (("trl.kernels.chunked_logprob", "ChunkedLogProbFunction"), ("trl.trainer.utils", "_ChunkedLogProbFunction")),
-    (("trl.kernels.chunked_divergence", "ChunkedDivergenceFunction"),),
-    ((_GKD, "GKDTrainer.compute_loss"),),
-)
+replacement = replacement_of("trl")
 
 
 def install(

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from eaves._parallel.shard import Shard
-from eaves._replacement import Installed, Replacement
+from eaves._replacement import Installed, replacement_of
 from eaves._torch.head import check_algorithm
 from eaves.functional.log_prob import linear_log_prob
 
 __all__ = ["install", "is_active", "uninstall"]
 
-replacement = Replacement("verl", ("0.9",), (("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"),))
+replacement = replacement_of("verl")
 
 
 def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep_bytes: int | None = None) -> Installed:
