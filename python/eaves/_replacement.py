@@ -110,7 +110,7 @@ class Replacement(Door):
             if f"{name}.".startswith(f"{self.library}.") and isinstance(module, ModuleType)
         ]
         owners += [_owner(*place) for places in self._functions for place in places if "." in place[1]]
-        for owner in owners:
+        for owner in filter(None, owners):  # a class that was not imported is none
             for name, value in list(vars(owner).items()):
                 if id(value) in changes:
                     setattr(owner, name, changes[id(value)])
@@ -146,6 +146,12 @@ class Installed:
 DOORS: dict[str, Door] = {
     door.library: door
     for door in (
+        Replacement(
+            "megatron",
+            ("0.18", "0.19"),
+            (("megatron.core.models.gpt.gpt_model", "GPTModel.forward"),),
+            package="megatron-core",
+        ),
         Replacement(
             "trl",
             ("1.16",),
