@@ -217,12 +217,21 @@ KNOWN: dict[str, Callable[[Any], Any]] = {
     "a soft cap": lambda logits: 2.0 * torch.tanh(logits / 2.0),
     "a factor, a soft cap and a factor": lambda logits: torch.nn.functional.tanh(5 * logits / 0.7) * 0.7 / 0.3,
     "a tanh": lambda logits: logits.tanh(),
+    "a bias": lambda logits: logits + torch.linspace(-1, 1, VOCABULARY),
+    "a bias of rows": lambda logits: (logits.float() + torch.linspace(-1, 1, VOCABULARY)[None]).contiguous() * 1,
+    "rows": lambda logits: (logits.view(-1, logits.size(-1)) * 2).reshape(-1, VOCABULARY).float(),
     "another dtype": lambda logits: logits.float().contiguous().to(torch.float32).to(torch.float64),
 }
 
 
 UNKNOWN: dict[str, Callable[[Any], Any]] = {
-    "a bias": lambda logits: logits + torch.linspace(-1, 1, VOCABULARY),
+    "a bias and a factor": lambda logits: (logits + torch.linspace(-1, 1, VOCABULARY)) * 2,
+    "a bias behind a factor": lambda logits: 2 * logits + torch.linspace(-1, 1, VOCABULARY),
+    "two biases": lambda logits: logits + torch.linspace(-1, 1, VOCABULARY) + torch.linspace(2, 1, VOCABULARY),
+    "a bias and a soft cap": lambda logits: (logits + torch.linspace(-1, 1, VOCABULARY)).tanh(),
+    "a number that is added": lambda logits: logits.view(-1, VOCABULARY) + torch.ones(()),
+    "other rows": lambda logits: logits.view(LENGTH, 2, VOCABULARY) * 2,
+    "rows of other classes": lambda logits: (2 * logits.view(VOCABULARY, -1)).T,
     "a bias in front": lambda logits: torch.linspace(-1, 1, VOCABULARY) + 2 * logits,
     "a factor of each class": lambda logits: logits * torch.linspace(0, 1, VOCABULARY),
     "a tensor's factor": lambda logits: torch.tensor(3.0) * logits,
@@ -374,16 +383,3 @@ def test_a_call_during_a_training_call_has_logits(in_a_thread: bool) -> None:
     assert torch.equal(seen[0], logits) and torch.equal(seen[1], logits)
     with refuse_logits():
         step(model)
-
-
-def test_a_model_with_a_loss_of_its_own_trains_as_before() -> None:
-    sizes = {"vocab_size": VOCABULARY, "d_model": FEATURES, "d_kv": 16, "d_ff": 40, "num_layers": 1, "num_heads": 2}
-    torch.manual_seed(3)
-    model = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
-    ).train()
-    expected = step(model)
-    eaves.hf.patch(model)
-    with pytest.warns(UserWarning, match="all of them are computed"):
-        actual = step(model)
-    assert_same_step(actual, expected, FLOAT32_TOLERANCE)

@@ -166,7 +166,7 @@ def test_compiled_it_is_one_graph_with_metrics(fresh_compiler: None) -> None:
     of_metrics = eaves.hf.patch(tiny_model("gemma2"), metrics=METRICS)(**batch())
     numbers = {name: getattr(of_metrics, name).item() for name in METRICS}
     # As in a process that compiles before it has called the model.
-    eaves.hf.outputs._make_class_with_metrics.cache_clear()
+    eaves.hf.outputs._make_output_class.cache_clear()
     model = eaves.hf.patch(tiny_model("gemma2"), metrics=METRICS)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for _ in range(2):

@@ -302,15 +302,15 @@ def test_metrics_leave_out_another_ignored_label() -> None:
         assert_metrics(model(**given, ignore_index=0, skip_logits=skip_logits), expected)
 
 
-def test_outputs_without_labels_or_metrics_are_of_the_models_class() -> None:
+def test_outputs_with_logits_and_without_metrics_are_of_the_models_class() -> None:
     model = tiny_model()
     original = type(model(**batch()))
-    assert type(eaves.hf.patch(model)(**batch())) is original
+    assert type(eaves.hf.patch(model, skip_logits=False)(**batch())) is original
     eaves.hf.patch(model, metrics=METRICS)
     assert type(model(batch()["input_ids"])) is original
     assert isinstance(model(**batch()), original)
     with eaves.hf.patched(model):
-        assert type(model(**batch())) is original
+        assert "entropy" not in model(**batch()) and type(model.eval()(**batch())) is original
     assert model(**batch()).entropy > 0
 
 

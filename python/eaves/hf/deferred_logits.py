@@ -4,6 +4,9 @@ where its head gave a tensor.
 The model's own forward says what becomes of the logits, in each call, and `DeferredLogits` writes it down. So no scale
 and no soft cap is read from a configuration, where the same name multiplies in one architecture and divides in another
 (logits_scaling of HyperCLOVA X and of Granite), and nothing that an architecture does to its logits can get lost.
+
+A forward that calls torch.nn.functional.cross_entropy itself (BERT, T5, BART) hands it these logits, and gets the loss
+of `cross_entropy`.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch import Tensor
 
 class DeferredLogits:
     """The logits of a head, as long as they are nothing but softcap * tanh(scale * z / softcap) of the product z
-    (without a soft cap: scale * z).
+    (without a soft cap: scale * z), or z plus a number for each class, in rows of any shape.
 
     No tensor, so that what does not know of it cannot take it for one. Whatever needs the numbers gets those of
     `tensor()`, computed as the model wrote it, and from then on the loss is computed from that tensor too: it may have
@@ -48,6 +51,32 @@ class DeferredLogits:
         )  # None: these
         self._tensor: Tensor | None = None
         self._version = 0
+        self._kept: Tensor | None = None
+        self._is_flat = source is not None and source._is_flat
+        self._class_bias: Tensor | None = None if source is None else source._class_bias
+        # A loss of these logits, with the arguments of torch.nn.functional.cross_entropy; None: it has no such loss.
+        self.cross_entropy: Callable[..., Tensor | None] | None = None if source is None else source.cross_entropy
+
+    def keep(self) -> None:
+        """Computes the numbers for the output of the model, which the loss is then computed from."""
+        self._kept = self._product(self.hidden)
+
+    @property
+    def is_kept(self) -> bool:
+        root = self if self._root is None else self._root
+        return root._kept is not None
+
+    def _product(self, hidden: Tensor) -> Tensor:
+        product: Tensor = getattr(self.head, "product", self.head)(hidden)  # a patched head would defer again
+        return product
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The head's, and what the model adds to it."""
+        bias: Tensor | None = self.head.bias
+        if self._class_bias is None:
+            return bias
+        return self._class_bias if bias is None else bias + self._class_bias
 
     @property
     def is_deferred(self) -> bool:
@@ -57,7 +86,11 @@ class DeferredLogits:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.hidden.shape[:-1], self.head.weight.shape[0]))
+        rows = self.hidden.shape[:-1]
+        return torch.Size((*((rows.numel(),) if self._is_flat else rows), self.head.weight.shape[0]))
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
 
     @property
     def device(self) -> torch.device:
@@ -75,13 +108,14 @@ class DeferredLogits:
     def tensor(self, reason: str) -> Tensor:
         """The numbers."""
         if self._tensor is None:
-            if self._source is None or self._function is None:
+            if self._kept is not None:
+                self._tensor = self._kept
+            elif self._source is None or self._function is None:
                 warnings.warn(
                     f"eaves.hf: the model uses the logits for more than the loss ({reason}): all of them are computed",
                     stacklevel=3,
                 )
-                product = getattr(self.head, "product", self.head)  # of a patched head, which would defer again
-                self._tensor = product(self.hidden)
+                self._tensor = self._product(self.hidden)
             else:
                 source = self._source.tensor(reason)
                 if source._version != self._source._version:
@@ -98,10 +132,23 @@ class DeferredLogits:
         function: Callable[[Tensor], Tensor],
         dtype: torch.dtype | None = None,
     ) -> Any:
-        if self.is_deferred and 0 < scale < math.inf:
+        is_known = 0 < scale < math.inf and (self._class_bias is None or (scale == 1 and softcap is None))
+        if self.is_deferred and is_known:
             dtype = self._dtype if dtype is None else dtype
             return DeferredLogits(self.head, self.hidden, scale, softcap, self, function, dtype)
         return function(self.tensor(reason))
+
+    def view(self, *shape: Any) -> Any:
+        """As rows, for a loss; anything else is computed."""
+        rows = self.shape[:-1].numel()
+        if shape in ((-1, self.shape[-1]), (rows, self.shape[-1])):
+            made = self._made("view", self.scale, self.softcap, lambda x: x.reshape(shape))
+            if isinstance(made, DeferredLogits):
+                made._is_flat = True
+            return made
+        return self.tensor("view").view(*shape)
+
+    reshape = view
 
     def _times(self, reason: str, factor: float, function: Callable[[Tensor], Tensor]) -> Any:
         # A soft cap times a factor: softcap * factor * tanh(scale * factor * z / (softcap * factor)).
@@ -119,6 +166,17 @@ class DeferredLogits:
         if isinstance(other, (int, float)) and other != 0:
             return self._times("a divisor", 1 / other, lambda x: x / other)
         return self.tensor("a quotient") / other
+
+    def __add__(self, other: Any) -> Any:
+        if isinstance(other, Tensor) and other.numel() == other.shape[-1:].numel() == self.shape[-1]:
+            is_plain = self.scale == 1 and self.softcap is None and self._class_bias is None
+            if is_plain and other.dim() <= len(self.shape):
+                dtype = torch.promote_types(self.dtype, other.dtype)
+                made = self._made("a bias", 1.0, None, lambda x: x + other, dtype)
+                if isinstance(made, DeferredLogits):
+                    made._class_bias = other.reshape(-1)
+                return made
+        return self.tensor("a sum") + other
 
     def tanh(self) -> Any:
         if self.softcap is None:
@@ -146,6 +204,11 @@ class DeferredLogits:
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         if function is torch.tanh and len(arguments) == 1 and not options:
             return arguments[0].tanh()
+        if function is torch.nn.functional.cross_entropy and isinstance(arguments[0], DeferredLogits):
+            loss = arguments[0].cross_entropy
+            found = None if loss is None else loss(*arguments, **(options or {}))
+            if found is not None:
+                return found
         name = getattr(function, "__name__", str(function))
         arguments, options = torch.utils._pytree.tree_map(
             lambda each: each.tensor(name) if isinstance(each, DeferredLogits) else each, (arguments, options or {})
@@ -167,7 +230,7 @@ def _in_place(name: str) -> Callable[[DeferredLogits, Any], DeferredLogits]:
 
 # Python looks operators up in the class, past __getattr__. Those that object has would give an answer, and a wrong one.
 for _name in (
-    "abs add and bool complex contains eq floordiv float ge getitem gt index int invert iter le len lshift lt matmul "
+    "abs and bool complex contains eq floordiv float ge getitem gt index int invert iter le len lshift lt matmul "
     "mod ne neg or pos pow radd rand reversed rfloordiv rlshift rmatmul rmod ror rpow rrshift rshift rsub rtruediv "
     "rxor setitem sub xor"
 ).split():

@@ -16,7 +16,7 @@ import torch
 from eaves.functional.linear_kl_div import linear_kl_div
 from eaves.hf.deferred_logits import DeferredLogits
 from eaves.hf.head import DefersLogits, check_head, has_hooks_of_results
-from eaves.hf.outputs import without_logits
+from eaves.hf.outputs import finished
 
 
 def gkd_loss(theirs: Callable[..., Any], workspace_bytes: int | None) -> Callable[..., Any]:
@@ -40,8 +40,8 @@ def gkd_loss(theirs: Callable[..., Any], workspace_bytes: int | None) -> Callabl
         labels = inputs["labels"][:, 1:]
         if all(isinstance(each, DeferredLogits) and each.is_deferred for each in (student, teacher)):
             loss = linear_kl_div(
-                student.hidden[:, :-1], heads[0].weight, teacher.hidden[:, :-1], heads[1].weight, bias=heads[0].bias,
-                teacher_bias=heads[1].bias, scale=student.scale, softcap=student.softcap, teacher_scale=teacher.scale,
+                student.hidden[:, :-1], heads[0].weight, teacher.hidden[:, :-1], heads[1].weight, bias=student.bias,
+                teacher_bias=teacher.bias, scale=student.scale, softcap=student.softcap, teacher_scale=teacher.scale,
                 teacher_softcap=teacher.softcap, targets=labels, skip_ignored=True, divergence="jsd", beta=self.beta,
                 normalizer=num_items_in_batch, workspace_bytes=workspace_bytes,
             )  # fmt: skip
@@ -52,7 +52,7 @@ def gkd_loss(theirs: Callable[..., Any], workspace_bytes: int | None) -> Callabl
             loss = self.generalized_jsd_loss(
                 *(each[:, :-1] for each in logits), labels=labels, beta=self.beta, num_items_in_batch=num_items_in_batch
             )
-        return (loss, without_logits(outputs, heads[0])) if return_outputs else loss
+        return (loss, finished(outputs, heads[0], {}, True)) if return_outputs else loss
 
     return compute_loss
 
@@ -80,7 +80,7 @@ def _head_of(model: Any, accelerator: Any) -> Any:
 @contextlib.contextmanager
 def _deferred(head: Any) -> Iterator[None]:
     """In the block the head returns DeferredLogits."""
-    own = SimpleNamespace(weight=head.weight, product=head.forward)
+    own = SimpleNamespace(weight=head.weight, bias=head.bias, product=head.forward)
     head.forward = lambda hidden: DeferredLogits(own, hidden)
     try:
         yield

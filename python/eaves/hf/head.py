@@ -7,6 +7,7 @@ import sys
 import threading
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,8 +100,9 @@ def release_head(model: Any, successor: Any = None) -> None:
 
 
 class _Call(threading.local):
-    """Of the innermost call of a patched model in this thread, the head whose logits are skipped (None: they are not),
-    and the metrics that its loss is to fill in.
+    """The innermost call of a patched model in this thread: the head that gives DeferredLogits (None: no head), whether
+    these keep their numbers for the output, the loss of a model that computes its own, the metrics that the loss is to
+    fill in, and whether eaves has computed the loss.
 
     Thread-local, because models are evaluated in one thread while another trains them; no contextvar, because
     torch.compile traces none.
@@ -108,7 +110,10 @@ class _Call(threading.local):
 
     def __init__(self) -> None:  # in each thread; a default of the class is one more guard of torch.compile, and fails
         self.head: torch.nn.Module | None = None
+        self.is_kept = False
+        self.cross_entropy: Callable[..., Tensor | None] | None = None
         self.metrics: dict[str, Tensor | None] = {}
+        self.has_loss = False
 
 
 current_call = _Call()
@@ -128,6 +133,9 @@ class DefersLogits(torch.nn.Module):
         if _is_fully_sharded(self):
             _keep_whole(self)
         logits = DeferredLogits(self, input)
+        logits.cross_entropy = current_call.cross_entropy
+        if current_call.is_kept:
+            logits.keep()
         return logits.tensor("a hook of the head") if has_hooks_of_results(self) else logits
 
     def product(self, input: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""The loss of a patched model, in place of ForCausalLMLoss of transformers, and its metrics."""
+"""The loss of a patched model, in place of the losses of transformers' language models, and its metrics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,49 @@ def causal_lm_loss(
     if shift_labels is None:
         assert labels is not None
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    target = shift_labels.reshape(-1).to(logits.device)
+    return _loss(options, logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
+
+
+def masked_lm_loss(
+    options: dict[str, Any],
+    logits: Any,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    **_: object,
+) -> Tensor:
+    """ForMaskedLMLoss of transformers."""
+    return _loss(options, logits, labels, vocab_size, num_items_in_batch, ignore_index)
+
+
+def cross_entropy_of_model(
+    options: dict[str, Any],
+    num_items_in_batch: Tensor | float | None,
+    logits: DeferredLogits,
+    target: Tensor,
+    *,
+    ignore_index: int,
+    reduction: str,
+    **others: Any,  # weight, size_average, reduce, label_smoothing
+) -> Tensor | None:
+    """torch.nn.functional.cross_entropy as a model's forward calls it; None if it asks for more than a mean."""
+    is_plain = reduction == "mean" and all(each is None or each == 0 for each in others.values())
+    if not is_plain or len(logits.shape) != 2 or target.is_floating_point():
+        return None
+    return _loss(options, logits, target, logits.shape[-1], num_items_in_batch, ignore_index)
+
+
+def _loss(
+    options: dict[str, Any],
+    logits: Any,
+    target: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | float | None,
+    ignore_index: int,
+) -> Tensor:
+    current_call.has_loss = True
+    target = target.reshape(-1).to(logits.device)
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(logits.device)
     metrics = current_call.metrics
@@ -44,12 +86,14 @@ def causal_lm_loss(
         "normalizer": num_items_in_batch,
         "outputs": tuple(_OUTPUT_OF_METRIC[name] for name in metrics),
     }
+    of_head = dict(options)
+    shared |= {name: of_head.pop(name) for name in ("label_smoothing", "z_loss") if name in of_head}
     if isinstance(logits, DeferredLogits):
-        of_head = dict(options)
         name, is_parallel = of_head.pop("group", None), of_head.pop("sequence_parallel", False)
         is_in_pieces = name is not None
-        if logits.is_deferred and (is_in_pieces or logits.shape[-1] == vocab_size):
-            weight, bias = logits.head.weight, logits.head.bias
+        is_of_head = logits.is_deferred and not logits.is_kept
+        if is_of_head and (is_in_pieces or logits.shape[-1] == vocab_size):
+            weight, bias = logits.head.weight, logits.bias
             if weight.is_meta and not logits.hidden.is_meta:
                 raise NotImplementedError(f"eaves.hf: {OFFLOADED}")
             if of_head.get("grad_weight_dtype") is None and weight.dtype in (torch.bfloat16, torch.float16):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eaves._calls.linear_cross_entropy import check_constant_options
 from eaves._torch.checks import check_bool
+from eaves._torch.options import numbers_of
 from eaves.hf.head import (
     DefersLogits,
     change_class,
@@ -25,8 +26,8 @@ from eaves.hf.head import (
     release_head,
     users,
 )
-from eaves.hf.loss import METRICS, causal_lm_loss, found_groups
-from eaves.hf.outputs import with_metrics, without_logits
+from eaves.hf.loss import METRICS, causal_lm_loss, cross_entropy_of_model, found_groups, masked_lm_loss
+from eaves.hf.outputs import finished
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,6 +41,8 @@ def patch(
     *,
     skip_logits: bool | None = None,
     skip_ignored: bool = True,
+    label_smoothing: float = 0,
+    z_loss: float = 0,
     algorithm: str = "auto",
     workspace_bytes: int | None = None,
     grad_weight_dtype: torch.dtype | None = None,
@@ -117,6 +120,8 @@ def patch(
         "grad_weight_dtype": grad_weight_dtype,
     }
     check_constant_options(head.weight, **options)
+    numbers_of("patch", label_smoothing=label_smoothing, z_loss=z_loss)
+    options |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
     check_bool("patch", "sequence_parallel", sequence_parallel)
     if not (group is None or isinstance(group, str) or hasattr(group, "group_name")):
         raise TypeError(
@@ -213,15 +218,20 @@ def _base_of(model: Any, operation: str) -> torch.nn.Module:
     return base  # type: ignore[no-any-return]
 
 
-def _transformers_loss() -> Any:
-    return import_module("transformers.loss.loss_utils").ForCausalLMLoss
+def _losses() -> tuple[Any, Any]:
+    """Of causal and of masked language models."""
+    module = import_module("transformers.loss.loss_utils")
+    return module.ForCausalLMLoss, module.ForMaskedLMLoss
 
 
 def _check_model(model: Any) -> None:
     name = type(model).__name__
-    if model.loss_function is not _transformers_loss() or not isinstance(type(model).loss_function, property):
+    if model.loss_function not in _losses() or not isinstance(type(model).loss_function, property):
         found = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
-        raise NotImplementedError(f"patch: the loss of this {name} is {found}, expected ForCausalLMLoss")
+        raise NotImplementedError(
+            f"patch: the loss of this {name} is {found}, expected ForCausalLMLoss or ForMaskedLMLoss: eaves.hf is for "
+            "language models"
+        )
     if model.get_output_embeddings() is None:
         raise NotImplementedError(f"patch: this {name} has no head (get_output_embeddings() is None)")
     if "labels" not in inspect.signature(type(model).forward).parameters:
@@ -252,7 +262,10 @@ def _is_patched(model: torch.nn.Module) -> bool:
 def _patched_class(original: Any) -> Any:
     """A subclass with the name of the original: transformers writes that into configurations and keeps tables by it."""
     forward, original_loss = original.forward, original.loss_function.fget
-    transformers_loss = _transformers_loss()
+    of_causal, of_masked = _losses()
+    # BERT, T5 and BART call torch.nn.functional.cross_entropy in their forwards.
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    has_own_loss = code is None or "loss_function" not in code.co_names
     # Not inspect.signature.bind in each call: torch.compile traces this.
     place = list(inspect.signature(forward).parameters).index("labels") - 1
 
@@ -266,32 +279,51 @@ def _patched_class(original: Any) -> Any:
             skip_logits = has_labels and (self.training if chosen is None else chosen)
         if skip_logits and not has_labels:
             raise ValueError("skip_logits is True, but there are no labels: nothing would be computed")
-        head = self.get_output_embeddings() if skip_logits else None
-        if skip_logits and not isinstance(head, DefersLogits):
+        is_kept = has_own_loss and has_labels and not skip_logits
+        head = self.get_output_embeddings() if skip_logits or is_kept else None
+        if head is not None and not isinstance(head, DefersLogits):
             raise RuntimeError(
                 f"eaves.hf: the head of this {type(self).__name__} is another than at patch (resize_token_embeddings, "
                 "adapters and sharding change it): call patch again, which takes it or says why not"
             )
+        options = self._eaves_options
         # None until the loss is computed.
         metrics: dict[str, Tensor | None] = dict.fromkeys(self._eaves_metrics if has_labels else ())
-        outer = current_call.head, current_call.metrics
-        current_call.head, current_call.metrics = head, metrics
+        call = current_call
+        outer = call.head, call.is_kept, call.cross_entropy, call.metrics, call.has_loss
+        call.head, call.is_kept, call.metrics, call.has_loss = head, is_kept, metrics, False
+        call.cross_entropy = (
+            functools.partial(cross_entropy_of_model, options, kwargs.get("num_items_in_batch"))
+            if has_own_loss
+            else None
+        )
         try:
             output = forward(self, *args, **kwargs)
+            if has_labels and not call.has_loss and (options["label_smoothing"] or options["z_loss"]):
+                raise NotImplementedError(
+                    f"eaves.hf: this {type(self).__name__} computed its loss without eaves, and so without the "
+                    "label_smoothing and z_loss of patch: leave them out"
+                )
         finally:
-            current_call.head, current_call.metrics = outer
+            call.head, call.is_kept, call.cross_entropy, call.metrics, call.has_loss = outer
             if skip_logits and not torch.is_grad_enabled() and "_eaves_reshards" in vars(head):
                 whole: Any = head
                 whole.reshard()
-        if skip_logits:
-            output = without_logits(output, head)
-        return with_metrics(output, metrics, bool(skip_logits or self.training)) if metrics else output
+        return finished(output, head if skip_logits else None, metrics, bool(skip_logits or self.training))
 
     def loss_function(self: Any) -> Any:
-        chosen = original_loss(self)
-        if chosen is not transformers_loss:
-            return chosen  # set after patch
-        return functools.partial(causal_lm_loss, self._eaves_options)
+        chosen, options = original_loss(self), self._eaves_options
+
+        # Functions with the names of theirs, which Unsloth reads.
+        def ForCausalLMLoss(*args: Any, **kwargs: Any) -> Tensor:
+            return causal_lm_loss(options, *args, **kwargs)
+
+        def ForMaskedLMLoss(*args: Any, **kwargs: Any) -> Tensor:
+            return masked_lm_loss(options, *args, **kwargs)
+
+        if chosen is of_causal:
+            return ForCausalLMLoss
+        return ForMaskedLMLoss if chosen is of_masked else chosen  # set after patch
 
     def reduce(self: Any, protocol: Any) -> Any:
         # Pickle looks classes up by name, and would find the original.

@@ -1,23 +1,59 @@
-"""The output of a patched model: without logits, and with the metrics of its loss."""
+"""The output of a patched model: without logits, and with the metrics of its loss.
+
+`logits` stays None, which trainers ask for (`if output.logits is not None`), and whoever reads it is told why.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from eaves.hf.deferred_logits import DeferredLogits
 from eaves.hf.loss import METRICS
 
 
-def without_logits(output: Any, head: Any) -> Any:
-    """What a forward returned, with None for the logits, also where they were computed after all; in a tuple, what is
-    None has no place (return_dict=False of transformers). Anything else is returned as it is."""
+def finished(output: Any, head: Any, metrics: Mapping[str, Tensor | None], are_items: bool) -> Any:
+    """The output of a patched model, with metrics if it is an output of transformers. Logits of `head` are left out,
+    also if they were computed after all; if it is None, they are numbers."""
+    if not (dataclasses.is_dataclass(output) and isinstance(output, dict)):
+        return _of_another_class(output, head)
+    held = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    changed = _changed(held, head)
+    if not changed and not metrics:
+        return output
+    lacks_logits = head is not None and "logits" in held
+    kind = _output_class(type(output)) if metrics or lacks_logits else type(output)
+    made = kind(**{**held, **changed})
+    for name, metric in metrics.items():
+        if metric is not None and are_items:
+            made[name] = metric
+        elif metric is not None:
+            vars(made)[name] = metric
+    if lacks_logits:
+        del made.logits
+    return made
+
+
+def _changed(held: Mapping[str, Any], head: Any) -> dict[str, Any]:
+    deferred = {name: each for name, each in held.items() if isinstance(each, DeferredLogits)}
+    if head is None:
+        return {name: each.tensor("the result of the model") for name, each in deferred.items()}
+    return dict.fromkeys([*deferred, *(name for name in held if name == "logits")])
+
+
+def _of_another_class(output: Any, head: Any) -> Any:
+    """In a tuple, logits that are left out have no place (return_dict=False of transformers)."""
     if isinstance(output, DeferredLogits):
         return output.tensor("the result of the model")
+    if isinstance(output, tuple) and head is None:
+        return tuple(each.tensor("the result") if isinstance(each, DeferredLogits) else each for each in output)
     if isinstance(output, tuple):
         classes = head.weight.shape[0]
         is_logits = [
@@ -26,59 +62,53 @@ def without_logits(output: Any, head: Any) -> Any:
             for each in output
         ]
         return tuple(each for each, is_left_out in zip(output, is_logits) if not is_left_out)
-    # Outputs of transformers are mappings too, without what is None.
-    is_record = dataclasses.is_dataclass(output) and not isinstance(output, type)
-    if not is_record and not isinstance(output, Mapping):
-        return output
-    held = _fields(output) if is_record else output
-    left_out = {name: None for name, each in held.items() if name == "logits" or isinstance(each, DeferredLogits)}
-    if not left_out:
-        return output
-    return dataclasses.replace(output, **left_out) if is_record else {**output, **left_out}
+    if isinstance(output, Mapping):
+        return {**output, **changed} if (changed := _changed(output, head)) else output
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return dataclasses.replace(output, **_changed(vars(output), head))
+    return output
 
 
-def _fields(output: Any) -> dict[str, Any]:
-    return {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+class _MissingLogits:
+    """The class attribute `logits`, which an instance hides that has logits, or None, of its own."""
 
-
-def with_metrics(output: Any, metrics: Mapping[str, Tensor | None], are_items: bool) -> Any:
-    """An output of transformers as one that has metrics too."""
-    if not (dataclasses.is_dataclass(output) and isinstance(output, dict)):
-        return output
-    made = _class_with_metrics(type(output))(**_fields(output))
-    for name, metric in metrics.items():
-        if metric is not None and are_items:
-            made[name] = metric
-        elif metric is not None:
-            vars(made)[name] = metric
-    return made
+    def __get__(self, output: Any, kind: type) -> None:
+        if output is not None and not torch.compiler.is_compiling():
+            warnings.warn(
+                "this output has no logits, because eaves.hf computed the loss without them; pass skip_logits=False to "
+                "eaves.hf.patch, or to this call of the model",
+                stacklevel=2,
+            )
 
 
 @functools.cache
-def _make_class_with_metrics(original: Any) -> Any:
-    """A subclass with fields for the metrics: what makes an output anew of its items (mixed precision of accelerate,
-    DataParallel, tree_map) keeps those that are items."""
+def _make_output_class(original: Any) -> Any:
+    """A subclass with fields for the metrics and a sentence for who misses the logits: what makes an output anew of
+    its items (mixed precision of accelerate, DataParallel, tree_map) keeps metrics that are items."""
 
     def reduce(self: Any) -> Any:
-        # Pickle looks classes up by name. Metrics that are no items come with the state.
-        _, arguments, *rest = original.__reduce__(self)
-        return _output_unpickled, (original, arguments[: -len(METRICS)]), *rest
+        # Pickle looks classes up by name. Metrics that are no items come with the state. Nothing reads the logits.
+        _, _, *rest = OrderedDict.__reduce__(self)
+        return _output_unpickled, (original, tuple(vars(self).get(name) for name in original.__dataclass_fields__)), *rest
 
+    namespace = {"__module__": __name__, "__doc__": original.__doc__, "__reduce__": reduce, "_eaves_class": original}
+    if "logits" in original.__dataclass_fields__:
+        namespace["logits"] = _MissingLogits()
     return dataclasses.make_dataclass(
-        f"{original.__name__}WithMetrics",
+        f"{original.__name__}OfEaves",
         [(name, "Tensor | None", None) for name in METRICS],
         bases=(original,),
-        namespace={"__module__": __name__, "__doc__": original.__doc__, "__reduce__": reduce},
+        namespace=namespace,
     )
 
 
-def _class_with_metrics(original: Any) -> Any:
-    return _make_class_with_metrics(original)
+def _output_class(original: Any) -> Any:
+    return _make_output_class(original)
 
 
 # As torch.compiler.assume_constant_result does, which would load torch._dynamo: a class is not made in a graph.
-_class_with_metrics._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_output_class._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _output_unpickled(original: type, arguments: tuple[Any, ...]) -> Any:
-    return _class_with_metrics(original)(*arguments)
+    return _output_class(original)(*arguments)
