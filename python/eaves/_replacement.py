@@ -147,6 +147,14 @@ DOORS: dict[str, Door] = {
     door.library: door
     for door in (
         Replacement(
+            "hf",
+            ("4.57", "5"),
+            (("transformers.trainer", "Trainer.__init__"),),
+            (("transformers.trainer", "Trainer.call_model_init"),),
+            (("transformers.trainer", "Trainer.prediction_step"),),
+            package="transformers",
+        ),
+        Replacement(
             "megatron",
             ("0.18", "0.19"),
             (("megatron.core.models.gpt.gpt_model", "GPTModel.forward"),),

@@ -215,66 +215,6 @@ def test_data_parallel_takes_a_patched_model(process_group: None) -> None:
     assert_same_step(actual._replace(gradients=of_the_model), expected, FLOAT32_TOLERANCE)
 
 
-def losses_of_trainer(model: Any, folder: Path, **options: Any) -> list[float]:
-    rows = torch.randint(3, VOCABULARY, (16, LENGTH), generator=torch.Generator().manual_seed(1))
-    labels = rows.where(torch.arange(LENGTH) >= torch.arange(16).remainder(8)[:, None], -100)  # a mean of means is off
-    data = [{"input_ids": row, "labels": label} for row, label in zip(rows, labels)]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4,
-        learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
-        per_device_eval_batch_size=4, **options,
-    )  # fmt: skip
-    trainer = transformers.Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=data,
-        eval_dataset=data[:4],
-        compute_metrics=lambda results: {"largest": float(abs(results.predictions).max())},
-    )
-    assert trainer.model_accepts_loss_kwargs
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    evaluated = trainer.evaluate()
-    return [*losses, evaluated["eval_loss"], evaluated["eval_largest"]]
-
-
-@pytest.mark.parametrize("metrics", [(), METRICS], ids=["", "metrics"])
-@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["float32", "bfloat16"])
-def test_trainer_gives_the_same_losses_and_the_metrics(
-    options: dict[str, Any], metrics: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    expected = losses_of_trainer(tiny_model(), tmp_path, **options)
-    assert len(expected) == 6 and expected[3] < expected[0]
-    model = eaves.hf.patch(tiny_model(), metrics=metrics)
-    calls = []
-    unwatched: Any = eaves.hf.loss.loss_of_head
-    compute_loss = transformers.Trainer.compute_loss
-    seen: dict[bool, list[Any]] = {True: [], False: []}
-
-    def watched(call: LinearCrossEntropyCall) -> Any:
-        calls.append(call)
-        return unwatched(call)
-
-    def noted(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
-        loss, outputs = compute_loss(self, model, inputs, return_outputs=True, **options)
-        seen[model.training].append([outputs[name] if model.training else getattr(outputs, name) for name in metrics])
-        return (loss, outputs) if return_outputs else loss
-
-    monkeypatch.setattr(eaves.hf.loss, "loss_of_head", watched)
-    monkeypatch.setattr(transformers.Trainer, "compute_loss", noted)
-    # Steps of Adam take small gradients for as large as others, so that rounding grows.
-    actual = losses_of_trainer(model, tmp_path, **options)
-    assert actual == pytest.approx(expected, rel=0.02 if options else 1e-4)
-    assert len(calls) == len(seen[True]) == 8  # micro-batches; the others are of the evaluation
-    for accuracy, entropy in seen[True] if metrics else []:
-        assert 0 <= accuracy <= 1 and 0 < entropy < math.log(VOCABULARY)
-    # Beside logits: accelerate makes the output anew, of its items.
-    assert [metric is None for each in seen[False] for metric in each] == [bool(options)] * len(metrics)
-    eaves.hf.unpatch(model)  # accelerate has left its wrapper of the forward there
-    assert model.train()(**batch()).logits is not None
-
-
 def changed(change: Callable[[Any], object]) -> Any:
     model = tiny_model()
     change(model)

@@ -1,8 +1,9 @@
 """Hugging Face models that train with eaves.linear_cross_entropy as their head and loss.
 
-    eaves.hf.patch(model)         for a causal language model of transformers, or a PEFT model around one
+    eaves.hf.patch(model)         for a language model of transformers, or a PEFT model around one
     eaves.hf.unpatch(model)       as it was
     with eaves.hf.patched(model): both
+    eaves.hf.install()            for the model of every Trainer that is made; uninstall() and is_active() beside it
 
 No architecture is named here. In a call that wants the loss and no logits, the head gives `DeferredLogits`: the hidden
 states, and what the model's own forward then does to the logits. A loss that is reached with nothing but factors and a
@@ -14,5 +15,6 @@ pickles and replicas of a patched model call their own parameters, and unpatchin
 """
 
 from eaves.hf.models import patch, patched, unpatch
+from eaves.hf.trainer import install, is_active, uninstall
 
-__all__ = ["patch", "patched", "unpatch"]
+__all__ = ["install", "is_active", "patch", "patched", "uninstall", "unpatch"]

@@ -210,6 +210,8 @@ class DeferredLogits:
             if found is not None:
                 return found
         name = getattr(function, "__name__", str(function))
+        if name in ("add", "__add__") and isinstance(arguments[0], DeferredLogits) and not options:
+            return arguments[0].__add__(*arguments[1:])  # of torch.compile, which does not look in the class
         arguments, options = torch.utils._pytree.tree_map(
             lambda each: each.tensor(name) if isinstance(each, DeferredLogits) else each, (arguments, options or {})
         )

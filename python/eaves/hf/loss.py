@@ -62,7 +62,7 @@ def cross_entropy_of_model(
     **others: Any,  # weight, size_average, reduce, label_smoothing
 ) -> Tensor | None:
     """torch.nn.functional.cross_entropy as a model's forward calls it; None if it asks for more than a mean."""
-    is_plain = reduction == "mean" and all(each is None or each == 0 for each in others.values())
+    is_plain = reduction == "mean" and not others.pop("label_smoothing", 0) and set(others.values()) <= {None}
     if not is_plain or len(logits.shape) != 2 or target.is_floating_point():
         return None
     return _loss(options, logits, target, logits.shape[-1], num_items_in_batch, ignore_index)

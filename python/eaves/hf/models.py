@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Collection, Iterator
 from importlib import import_module
@@ -106,37 +107,27 @@ def patch(
             in modules_to_save of PEFT); the forward takes no labels; that of model or head was replaced on the
             instance (but by tensor parallelism of transformers).
     """
-    base: Any = _base_of(model, "patch")
+    base: Any = base_of(model, "patch")
     head = base.get_output_embeddings()
-    is_patched = _is_patched(base)
+    is_patched = is_patched_model(base)
     if not is_patched:
         _check_model(base)
     if not isinstance(head, DefersLogits):
         check_head(base, head)
-    options: dict[str, Any] = {
+    given: dict[str, Any] = {
+        "skip_logits": skip_logits,
         "skip_ignored": skip_ignored,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
         "algorithm": algorithm,
         "workspace_bytes": workspace_bytes,
         "grad_weight_dtype": grad_weight_dtype,
+        "metrics": metrics,
+        "group": group,
+        "sequence_parallel": sequence_parallel,
     }
-    check_constant_options(head.weight, **options)
-    numbers_of("patch", label_smoothing=label_smoothing, z_loss=z_loss)
-    options |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
-    check_bool("patch", "sequence_parallel", sequence_parallel)
-    if not (group is None or isinstance(group, str) or hasattr(group, "group_name")):
-        raise TypeError(
-            f"patch: group is a {type(group).__name__}, expected a ProcessGroup or its name; sequence_parallel stands "
-            "beside it"
-        )
-    if group is not None or sequence_parallel:
-        # The name: a ProcessGroup can neither be copied nor pickled.
-        if group is not None and not isinstance(group, str):
-            found_groups[group.group_name] = group.size()
-            group = group.group_name
-        options |= {"group": group, "sequence_parallel": sequence_parallel}
-    if skip_logits is not None:
-        check_bool("patch", "skip_logits", skip_logits)
-    metrics = _checked_metrics(metrics)
+    options = checked_options(head.weight, given)
+    skip_logits, metrics = options.pop("skip_logits"), options.pop("metrics")
 
     if is_patched:
         release_head(base, head)
@@ -161,7 +152,7 @@ def unpatch(model: _Model) -> _Model:
         TypeError: the model is none of transformers.
         ValueError: the model is not patched, or its class has been changed since (torch's fully_shard does).
     """
-    base: Any = _base_of(model, "unpatch")
+    base: Any = base_of(model, "unpatch")
     original = getattr(type(base), "_eaves_class", None)
     if original is None:
         raise ValueError(f"unpatch: this {type(base).__name__} is not patched")
@@ -179,9 +170,9 @@ def unpatch(model: _Model) -> _Model:
 def patched(model: _Model, **options: Any) -> Iterator[_Model]:
     """The model, patched until the end of the block, and then as it was before: not patched, or with other options.
     The options are those of `patch`."""
-    base: Any = _base_of(model, "patch")
+    base: Any = base_of(model, "patch")
     before = None
-    if _is_patched(base):
+    if is_patched_model(base):
         before = {"skip_logits": base._eaves_skip_logits, "metrics": base._eaves_metrics, **base._eaves_options}
     patch(model, **options)
     try:
@@ -196,14 +187,39 @@ def patched(model: _Model, **options: Any) -> Iterator[_Model]:
 def _restore(model: Any, before: dict[str, Any] | None) -> None:
     if before is not None:
         patch(model, **before)
-    elif _is_patched(_base_of(model, "unpatch")):  # the block may have unpatched it
+    elif is_patched_model(base_of(model, "unpatch")):  # the block may have unpatched it
         unpatch(model)
 
 
 # What may be patched
 
 
-def _base_of(model: Any, operation: str) -> torch.nn.Module:
+def checked_options(weight: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """The options of patch for a head with this weight."""
+    options = dict(given)
+    of_call = {name: options[name] for name in ("skip_ignored", "algorithm", "workspace_bytes", "grad_weight_dtype")}
+    check_constant_options(weight, **of_call)
+    numbers_of("patch", label_smoothing=options["label_smoothing"], z_loss=options["z_loss"])
+    group, sequence_parallel = options.pop("group"), options.pop("sequence_parallel")
+    check_bool("patch", "sequence_parallel", sequence_parallel)
+    if not (group is None or isinstance(group, str) or hasattr(group, "group_name")):
+        raise TypeError(
+            f"patch: group is a {type(group).__name__}, expected a ProcessGroup or its name; sequence_parallel stands "
+            "beside it"
+        )
+    if group is not None or sequence_parallel:
+        # The name: a ProcessGroup can neither be copied nor pickled.
+        if group is not None and not isinstance(group, str):
+            found_groups[group.group_name] = group.size()
+            group = group.group_name
+        options |= {"group": group, "sequence_parallel": sequence_parallel}
+    if options["skip_logits"] is not None:
+        check_bool("patch", "skip_logits", options["skip_logits"])
+    options["metrics"] = _checked_metrics(options["metrics"])
+    return options
+
+
+def base_of(model: Any, operation: str) -> torch.nn.Module:
     """The model of transformers, for PEFT's wrappers what they wrap."""
     try:
         transformers = import_module("transformers.modeling_utils")
@@ -254,7 +270,7 @@ def _checked_metrics(metrics: Any) -> tuple[str, ...]:
     return tuple(name for name in METRICS if name in metrics)
 
 
-def _is_patched(model: torch.nn.Module) -> bool:
+def is_patched_model(model: torch.nn.Module) -> bool:
     return hasattr(type(model), "_eaves_class")
 
 
@@ -271,7 +287,7 @@ def _patched_class(original: Any) -> Any:
 
     @functools.wraps(forward)  # Trainer asks for the signature, which stays as it was: skip_logits is no column of data
     def patched_forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
-        if not _is_patched(self):  # a reference to this function was kept beyond unpatch
+        if not is_patched_model(self):  # a reference to this function was kept beyond unpatch
             return forward(self, *args, **kwargs)
         has_labels = (args[place] if len(args) > place else kwargs.get("labels")) is not None
         if skip_logits is None:
@@ -279,6 +295,8 @@ def _patched_class(original: Any) -> Any:
             skip_logits = has_labels and (self.training if chosen is None else chosen)
         if skip_logits and not has_labels:
             raise ValueError("skip_logits is True, but there are no labels: nothing would be computed")
+        if self.training and not has_labels and kwargs.get("num_items_in_batch") is not None:
+            _warn_of_labels(self)
         is_kept = has_own_loss and has_labels and not skip_logits
         head = self.get_output_embeddings() if skip_logits or is_kept else None
         if head is not None and not isinstance(head, DefersLogits):
@@ -343,6 +361,16 @@ def _patched_class(original: Any) -> Any:
         },
     )
     return patched_class
+
+
+def _warn_of_labels(model: Any) -> None:
+    if not torch.compiler.is_compiling():
+        warnings.warn(
+            f"eaves.hf: this {type(model).__name__} computes all logits, because Trainer has taken the labels away "
+            "(label_smoothing_factor, compute_loss_func); call eaves.hf.install() before the Trainer is made, or "
+            "eaves.hf.patch(model, label_smoothing=...) in place of the factor",
+            stacklevel=3,
+        )
 
 
 def _unpickled(original: type) -> Any:

@@ -1,0 +1,116 @@
+"""The models of transformers' Trainer, patched where a Trainer is made.
+
+Three methods of Trainer are replaced: `__init__` and `call_model_init` patch the model that they have, and
+`prediction_step` skips the logits that an evaluation of the loss alone does not read.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from typing import Any
+
+import torch
+
+from eaves._replacement import Installed, replacement_of
+from eaves.hf.models import base_of, checked_options, is_patched_model, patch
+
+replacement = replacement_of("hf")
+
+
+def install(**options: Any) -> Installed:
+    """Lets every transformers.Trainer that is made from now on, TRL's and other subclasses too, patch its model.
+
+    A model that eaves.hf.patch refuses stays as it is, and a warning says why. A model that is patched already keeps
+    its options. With `label_smoothing_factor` Trainer takes the labels away and computes the loss from all logits; a
+    patched model gets the factor as its `label_smoothing` instead. An evaluation that reads the loss alone
+    (`prediction_loss_only`, or a Trainer without compute_metrics) skips the logits, unless skip_logits is False.
+
+    Args:
+        options: of eaves.hf.patch. A trainer that reads the logits of a training step needs skip_logits=False.
+
+    Returns:
+        A context manager, whose end undoes it. Models that were patched meanwhile stay so: eaves.hf.unpatch.
+
+    Raises:
+        ImportError: transformers is not installed, or cannot be imported.
+        RuntimeError: it is a version that eaves does not know, or somebody else has replaced one of the methods.
+        ValueError, TypeError: an option is none of eaves.hf.patch.
+    """
+    bound = inspect.signature(patch).bind(None, **options)
+    bound.apply_defaults()
+    checked_options(torch.empty(0), {name: bound.arguments[name] for name in bound.kwargs})
+    return replacement.install(functools.partial(_methods, options))
+
+
+uninstall, is_active = replacement.uninstall, replacement.is_active
+
+
+def _methods(options: dict[str, Any], theirs: tuple[Any, ...]) -> tuple[Any, ...]:
+    their_init, their_model_init, their_prediction_step = theirs
+
+    @functools.wraps(their_init)
+    def init(self: Any, *arguments: Any, **keywords: Any) -> None:
+        their_init(self, *arguments, **keywords)
+        _patch_model_of(self, self.model, options)
+
+    @functools.wraps(their_model_init)
+    def call_model_init(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        model = their_model_init(self, *arguments, **keywords)
+        if hasattr(self, "label_smoother"):  # else within __init__
+            _patch_model_of(self, model, options)
+        return model
+
+    @functools.wraps(their_prediction_step)
+    def prediction_step(
+        self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *arguments: Any, **keywords: Any
+    ) -> Any:
+        if prediction_loss_only and _may_skip_logits(self, inputs):
+            inputs = {**inputs, "skip_logits": True}
+        return their_prediction_step(self, model, inputs, prediction_loss_only, *arguments, **keywords)
+
+    return init, call_model_init, prediction_step
+
+
+def _patch_model_of(trainer: Any, model: Any, options: dict[str, Any]) -> None:
+    arguments = trainer.args
+    try:
+        base: Any = base_of(model, "patch")
+        _refuse_liger(arguments)
+        if not is_patched_model(base):
+            patch(model, **options)
+    except (NotImplementedError, TypeError) as error:
+        reason = str(error).removeprefix("patch: ")
+        warnings.warn(f"eaves.hf: the model of this {type(trainer).__name__} is not patched: {reason}", stacklevel=3)
+        return
+    smoothing = arguments.label_smoothing_factor
+    if not smoothing or trainer.compute_loss_func is not None:
+        return
+    of_model = base._eaves_options["label_smoothing"]
+    if of_model not in (0, smoothing):
+        raise ValueError(
+            f"eaves.hf: label_smoothing_factor is {smoothing}, and the model was patched with "
+            f"label_smoothing={of_model}; pass one of them"
+        )
+    base._eaves_options = {**base._eaves_options, "label_smoothing": smoothing}
+    trainer.label_smoother = None
+
+
+def _refuse_liger(arguments: Any) -> None:
+    kernels = getattr(arguments, "liger_kernel_config", None) or {}
+    if arguments.use_liger_kernel and kernels.get("fused_linear_cross_entropy", True):
+        raise NotImplementedError(
+            "use_liger_kernel puts Liger's loss into the model; pass "
+            'liger_kernel_config={"fused_linear_cross_entropy": False} to TrainingArguments, or leave it out'
+        )
+
+
+def _may_skip_logits(trainer: Any, inputs: Any) -> bool:
+    try:
+        base: Any = base_of(trainer.model, "patch")
+    except TypeError:
+        return False
+    computes_loss = trainer.label_smoother is not None or trainer.compute_loss_func is not None
+    has_choice = is_patched_model(base) and base._eaves_skip_logits is None
+    return has_choice and not computes_loss and inputs.get("labels") is not None
