@@ -20,9 +20,16 @@ from hf_models import LENGTH, METRICS, OF_TINY_MODELS, VOCABULARY, batch, peft_m
 
 from hf_models import transformers  # isort: skip
 
-pytest.importorskip("accelerate", reason="accelerate is not installed")
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 pytestmark = OF_TINY_MODELS
+
+
+@pytest.fixture(autouse=True)
+def precision_of_each_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older versions keep the mixed precision of a Trainer for the next ones of the process."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def rows(first: int = 0) -> list[dict[str, Any]]:
