@@ -8,7 +8,7 @@
     log_prob(logits, tokens, *, temperature=None, outputs=(), ...)
     logsumexp(x, dim, keepdim=False, *, dtype=None)
     lrpe_cosine(x, theta, *, grid=None, extra_tokens=0, offset=0, positions=None, activation="none", ...)
-    hf.patch(model, *, ...)    a causal language model of transformers
+    hf.patch(model, *, ...)    a language model of transformers; hf.install(), of every Trainer
     jax    the operators for JAX
     trl.install(), verl.install()    the trainers of TRL and verl
 

@@ -38,7 +38,14 @@ _ENCODER: dict[str, Any] = {
     "num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
 _BERT = {**_ENCODER, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_MODERN = {**_ENCODER, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 3, "sep_token_id": 4}
+_MODERN = {
+    **_ENCODER,
+    "num_hidden_layers": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "cls_token_id": 3,
+    "sep_token_id": 4,
+}
 _BART: dict[str, Any] = {
     "vocab_size": VOCABULARY, "d_model": FEATURES, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 40,
     "decoder_ffn_dim": 40, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64,

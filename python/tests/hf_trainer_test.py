@@ -259,7 +259,9 @@ def test_wrong_options_and_unknown_versions_are_refused(monkeypatch: pytest.Monk
             eaves.hf.install(**wrong)
     for version in ("4.56.2", "6.0.0", "50.1"):
         monkeypatch.setattr("eaves._replacement.version", lambda _, found=version: found)
-        with pytest.raises(RuntimeError, match=rf"eaves\.hf: this is transformers {version}, expected 4\.57\.x or 5\.x"):
+        with pytest.raises(
+            RuntimeError, match=rf"eaves\.hf: this is transformers {version}, expected 4\.57\.x or 5\.x"
+        ):
             eaves.hf.install()
     assert not eaves.hf.is_active()
 

@@ -51,17 +51,20 @@ def patch(
     group: ProcessGroup | str | None = None,
     sequence_parallel: bool = False,
 ) -> _Model:
-    """Lets a causal language model of transformers compute its loss with eaves, in place.
+    """Lets a language model of transformers compute its loss with eaves, in place.
 
     Its forward has one more keyword, `skip_logits`. True: with labels, the loss is eaves.linear_cross_entropy of hidden
     states and head, and `logits` of the output is None. False: logits are returned, and with labels the loss is
     eaves.cross_entropy of them. None, the default: as `skip_logits` of patch says. Without labels nothing changes, so
     generation does not either.
 
-    The loss is that of transformers (ForCausalLMLoss): labels are shifted, or `shift_labels` taken; those that are -100
-    do not count; `num_items_in_batch`, a number or a tensor that nothing waits for, divides the sum. What differs is
-    that it is computed from the product's float32 sums, in float32 (of a float64 model, all in float64), and that it is
-    0, not NaN, where no label counts.
+    The loss is that of transformers. For ForCausalLMLoss labels are shifted, or `shift_labels` taken; for
+    ForMaskedLMLoss, and in a forward that calls torch.nn.functional.cross_entropy itself (BERT, T5, BART), they are
+    not. Labels that are -100 do not count; `num_items_in_batch`, a number or a tensor that nothing waits for, divides
+    the sum. Three things differ: the loss is computed from the product's float32 sums, in float32 (of a float64 model,
+    all in float64); it is 0, not NaN, if no label counts; and `num_items_in_batch` counts in BERT, T5 and BART too.
+
+    The output of a call without logits has None for them. Reading it warns with the way out.
 
     With `metrics`, outputs of calls with labels have numbers of this call's labels that count: `accuracy`, the share of
     those whose class is the largest logit's (the first of equal ones), and `entropy`, the mean of the softmax's, in
@@ -75,8 +78,8 @@ def patch(
     (set_reshard_after_forward(False)), so that it is gathered once. DeepSpeed's ZeRO-3 hooks into the head, which then
     computes logits.
 
-    A call whose logits the model, or a hook of the head, uses for more than factors, a soft cap and the loss computes
-    them after all, with a warning; they are not in the output either.
+    A call whose logits the model, or a hook of the head, uses for more than factors, a soft cap, a bias and the loss
+    computes them after all, with a warning; they are not in the output either.
 
     Args:
         model: a transformers.PreTrainedModel, or a PEFT model, whose base model is patched. A patched model takes new
@@ -85,6 +88,7 @@ def patch(
             mode. A trainer that reads the logits of a training step needs False.
         skip_ignored: on a GPU, whether to leave out ignored labels before anything is multiplied; the call then waits
             once for the device, for their number. On the CPU they are left out always.
+        label_smoothing, z_loss: as in eaves.linear_cross_entropy, of every loss of the model, with logits or without.
         algorithm, workspace_bytes: as in eaves.linear_cross_entropy.
         grad_weight_dtype: as in eaves.linear_cross_entropy, but that None, the default, is float32 for a head of 16
             bits too: its gradient is summed in float32 and rounded once. That takes a float32 tensor of the head's
@@ -103,7 +107,7 @@ def patch(
     Raises:
         TypeError, ValueError: the model is none of transformers; an option is none of eaves.linear_cross_entropy, or no
             metric.
-        NotImplementedError: the loss is not ForCausalLMLoss; the head is not a torch.nn.Linear (quantised, with LoRA,
+        NotImplementedError: the loss is neither ForCausalLMLoss nor ForMaskedLMLoss; the head is not a torch.nn.Linear (quantised, with LoRA,
             in modules_to_save of PEFT); the forward takes no labels; that of model or head was replaced on the
             instance (but by tensor parallelism of transformers).
     """

@@ -89,7 +89,11 @@ def _make_output_class(original: Any) -> Any:
     def reduce(self: Any) -> Any:
         # Pickle looks classes up by name. Metrics that are no items come with the state. Nothing reads the logits.
         _, _, *rest = OrderedDict.__reduce__(self)
-        return _output_unpickled, (original, tuple(vars(self).get(name) for name in original.__dataclass_fields__)), *rest
+        return (
+            _output_unpickled,
+            (original, tuple(vars(self).get(name) for name in original.__dataclass_fields__)),
+            *rest,
+        )
 
     namespace = {"__module__": __name__, "__doc__": original.__doc__, "__reduce__": reduce, "_eaves_class": original}
     if "logits" in original.__dataclass_fields__:
