@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import math
 import pickle
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from torch import Tensor
 
 import eaves.hf
 from eaves._autograd.linear_cross_entropy import OF_HEAD, OF_HIDDEN
-from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall
 from hf_models import (
     FLOAT32_TOLERANCE,
     LENGTH,
