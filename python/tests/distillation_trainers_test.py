@@ -168,8 +168,7 @@ def gkd(folder: Path, peft_config: Any, name: str) -> Any:
     )  # fmt: skip
 
 
-@each("make", (distillation, gkd))
-@each("name", ("llama", "gemma2", "granite"))
+@each(("make", "name"), ((distillation, "gemma2"), (gkd, "llama"), (gkd, "granite")))
 def test_a_trainer_takes_the_same_steps(make: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peft = pytest.importorskip("peft")
     calls = []

@@ -14,6 +14,7 @@ from torch import Tensor
 from eaves._chunked import divergence_kernels as kernels
 from eaves._chunked.distributions import DivergenceSettings, Logits, RowFactors
 from eaves._chunked.divergence import DIVERGENCES, MERGED, row_statistics, statistics, write_gradient
+from pairwise import pairwise
 
 each = pytest.mark.parametrize
 ROWS = 5
@@ -176,9 +177,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-@each("options", OPTIONS, ids=str)
-@each("classes", SIZES)
-@each("divergence", DIVERGENCES)
+@each(("divergence", "classes", "options"), pairwise(tuple(DIVERGENCES), SIZES, OPTIONS), ids=str)
 def test_statistics_and_gradients_are_those_of_the_formulas(
     divergence: str, classes: int, options: dict[str, Any], device: torch.device
 ) -> None:

@@ -326,14 +326,14 @@ def test_top_tokens_that_are_all_classes_are_the_whole_teacher(jax_device: Any) 
     for divergence in DIVERGENCES:
         step = functools.partial(jax.value_and_grad(call, (0, 1)), hidden, head, divergence=divergence)
         expected, exact = step(*teacher)
-        for rest in {"class", "renormalize", "zero", "ignore"} - ({"zero"} if divergence == "reverse" else set()):
+        for rest in ("class", "ignore") if divergence == "reverse" else ("renormalize", "zero"):
             loss, grads = step(teacher_log_probs=log_probs[:, ::-1], teacher_tokens=tokens, teacher_rest=rest)
             np.testing.assert_allclose(loss, expected, rtol=2e-5, err_msg=f"{divergence} {rest}")
             for one, other in zip(grads, exact, strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-6, err_msg=f"{divergence} {rest}")
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("divergence", ["reverse", "jsd"])
 def test_a_row_without_tokens_has_divergence_0_and_counts(jax_cpu: None, divergence: str) -> None:
     hidden, head, *_ = heads()
     log_probs = jax.nn.log_softmax(jnp.ones((6, K)) * jnp.arange(K)) - 0.5
