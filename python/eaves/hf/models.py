@@ -22,6 +22,7 @@ from eaves.hf.head import (
     current_call,
     defer_logits,
     has_hook_of_accelerate,
+    release_copies,
     release_head,
     users,
 )
@@ -109,7 +110,7 @@ def patch(
     if not is_patched:
         _check_model(base)
     if not isinstance(head, DefersLogits):
-        check_head(base, head)
+        check_head(base, head, group is not None)
     options: dict[str, Any] = {
         "skip_ignored": skip_ignored,
         "algorithm": algorithm,
@@ -133,20 +134,25 @@ def patch(
         check_bool("patch", "skip_logits", skip_logits)
     metrics = _checked_metrics(metrics)
 
-    if is_patched:
-        release_head(base, head)
-    else:
+    if not is_patched:
         original: Any = type(base)
         change_class(base, _patched_class(original))
-    if not isinstance(head, DefersLogits):
-        defer_logits(head)
-    head._eaves_is_in_pieces = group is not None
-    users.setdefault(head, weakref.WeakSet()).add(base)
-    base._eaves_head = (head,)  # in a tuple: a module would become one of the model's
+    _take_head(base, head, group is not None)
     base._eaves_skip_logits = skip_logits
     base._eaves_metrics = metrics
     base._eaves_options = options
     return model
+
+
+def _take_head(base: Any, head: Any, is_in_pieces: bool) -> None:
+    if "_eaves_head" in vars(base):
+        release_head(base, head)
+    if not isinstance(head, DefersLogits):
+        defer_logits(head)
+    head._eaves_is_in_pieces = is_in_pieces
+    users.setdefault(head, weakref.WeakSet()).add(base)
+    release_copies(head)
+    base._eaves_head = (head,)  # in a tuple: a module would become one of the model's
 
 
 def unpatch(model: _Model) -> _Model:
@@ -165,6 +171,7 @@ def unpatch(model: _Model) -> _Model:
             f"unpatch: the model's class was changed to {type(base).__name__} after patch: undo that first"
         )
     release_head(base)
+    release_copies(base.get_output_embeddings())
     del base._eaves_head, base._eaves_skip_logits, base._eaves_metrics, base._eaves_options
     change_class(base, original)
     return model
@@ -267,11 +274,15 @@ def _patched_class(original: Any) -> Any:
         if skip_logits and not has_labels:
             raise ValueError("skip_logits is True, but there are no labels: nothing would be computed")
         head = self.get_output_embeddings() if skip_logits else None
-        if skip_logits and not isinstance(head, DefersLogits):
-            raise RuntimeError(
-                f"eaves.hf: the head of this {type(self).__name__} is another than at patch (resize_token_embeddings, "
-                "adapters and sharding change it): call patch again, which takes it or says why not"
-            )
+        if skip_logits and not isinstance(head, DefersLogits):  # resized, given an adapter, or merged since
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    f"eaves.hf: the head of this {type(self).__name__} is another than at patch: call patch again "
+                    "before torch.compile takes the model"
+                )
+            is_in_pieces = self._eaves_options.get("group") is not None
+            check_head(self, head, is_in_pieces)
+            _take_head(self, head, is_in_pieces)
         # None until the loss is computed.
         metrics: dict[str, Tensor | None] = dict.fromkeys(self._eaves_metrics if has_labels else ())
         outer = current_call.head, current_call.metrics
