@@ -330,3 +330,26 @@ def test_a_head_over_ranks_has_no_adapter(process_group: None) -> None:
     model = adapted(tiny_model(), target_modules=["lm_head"])
     with pytest.raises(NotImplementedError, match=r"in pieces over ranks and has an adapter of PEFT"):
         eaves.hf.patch(model, group=torch.distributed.group.WORLD)
+
+
+@pytest.mark.parametrize("name", ["LoRA", "modules_to_save"])
+@pytest.mark.parametrize("has_own_group", [True, False])
+def test_fully_shard_takes_a_patched_model(name: str, has_own_group: bool, process_group: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    architecture, options = ADAPTERS[name]
+    model = adapted(tiny_model(architecture), **options)
+    expected = step(model)
+    eaves.hf.patch(model)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for module in [model.get_base_model().lm_head, model][not has_own_group :]:
+        fully_shard(module, mesh=mesh)
+    for _ in range(2):
+        actual = step(model)
+        gradients = {name: gradient.full_tensor() for name, gradient in actual.gradients.items()}
+        assert actual.output.logits is None
+        assert_same_step(actual._replace(gradients=gradients), expected, FLOAT32_TOLERANCE)
+    with pytest.raises(NotImplementedError, match=r"in pieces over ranks and has an adapter|FSDP"):
+        model = adapted(tiny_model(architecture), **options)
+        fully_shard(model.get_base_model().lm_head, mesh=mesh)
+        eaves.hf.patch(model)

@@ -100,9 +100,9 @@ def patch(
     Raises:
         TypeError, ValueError: the model is none of transformers; an option is none of eaves.linear_cross_entropy, or no
             metric.
-        NotImplementedError: the loss is not ForCausalLMLoss; the head is not a torch.nn.Linear (quantised, with LoRA,
-            in modules_to_save of PEFT); the forward takes no labels; that of model or head was replaced on the
-            instance (but by tensor parallelism of transformers).
+        NotImplementedError: the loss is not ForCausalLMLoss; the head is not a torch.nn.Linear, alone or in LoRA,
+            modules_to_save or trainable tokens of PEFT (it is quantised, say, or has DoRA); the forward takes no
+            labels; that of model or head was replaced on the instance (but by tensor parallelism of transformers).
     """
     base: Any = _base_of(model, "patch")
     head = base.get_output_embeddings()
