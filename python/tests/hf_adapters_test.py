@@ -35,6 +35,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 
 pytestmark = OF_TINY_MODELS
 
+PEFT = tuple(map(int, peft.__version__.split(".")[:2]))
 TOKENS = batch()["input_ids"].unique()[:5].tolist()
 
 # Model, and configuration of the adapter. r = 3: features are padded.
@@ -64,6 +65,10 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 def adapted(model: Any, **options: Any) -> Any:
     """With adapters that are not 0."""
     torch.manual_seed(7)
+    if options.get("ensure_weight_tying") and PEFT < (0, 19):
+        pytest.skip("PEFT ties adapters of head and embedding since 0.19")
+    if "lm_head" in str(options.get("trainable_token_indices")) and PEFT < (0, 18):
+        pytest.skip("PEFT has trainable tokens of a head that is not tied since 0.18")
     options = {"r": 3, "lora_alpha": 16, "init_lora_weights": False, **options}
     adapted_model = peft.get_peft_model(model, peft.LoraConfig(**options))
     with torch.no_grad():
@@ -353,3 +358,39 @@ def test_fully_shard_takes_a_patched_model(name: str, has_own_group: bool, proce
         model = adapted(tiny_model(architecture), **options)
         fully_shard(model.get_base_model().lm_head, mesh=mesh)
         eaves.hf.patch(model)
+
+
+def test_an_adapter_that_fully_shard_has_cut_by_itself_gives_logits(process_group: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = adapted(tiny_model(), target_modules=["lm_head"])
+    expected = step(model)
+    eaves.hf.patch(model)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for module in ("lora_A", "lora_B"):
+        fully_shard(model.get_base_model().lm_head.get_submodule(f"{module}.default"), mesh=mesh)
+    with pytest.warns(UserWarning, match="all of them are computed"):
+        actual = step(model)
+    gradients = {name: gradient.full_tensor() for name, gradient in actual.gradients.items()}
+    assert_same_step(actual._replace(gradients=gradients), expected, FLOAT32_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["LoRA", "modules_to_save"])
+def test_a_model_that_was_merged_is_unpatched(name: str) -> None:
+    architecture, options = ADAPTERS[name]
+    merged = adapted(eaves.hf.patch(tiny_model(architecture)), **options).merge_and_unload()
+    eaves.hf.unpatch(merged)
+    assert not any(hasattr(type(each), "_eaves_class") for each in merged.modules())
+
+
+def test_a_batch_of_several_adapters_gives_logits() -> None:
+    def step_of(patch: Callable[[Any], Any]) -> Step:
+        model = adapted(patch(tiny_model()), target_modules=["lm_head"]).eval()
+        return step(model, adapter_names=["default", "__base__"], **options)
+
+    options: dict[str, Any] = {}
+    expected = step_of(lambda model: model)
+    options["skip_logits"] = True
+    with pytest.warns(UserWarning, match=r"\(adapter_names\): all of them are computed"):
+        actual = step_of(eaves.hf.patch)
+    assert_same_step(actual, expected, FLOAT32_TOLERANCE)
