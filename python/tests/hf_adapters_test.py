@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import eaves.hf
 from eaves._autograd.linear_cross_entropy import OF_BIAS, OF_HEAD, OF_HIDDEN
 from eaves.hf.deferred_logits import DeferredLogits
 from eaves.hf.distillation import _deferred
+from eaves.hf.head import logits_of_adapter
 from hf_models import (
     FLOAT32_TOLERANCE,
     LENGTH,
@@ -287,6 +289,38 @@ def test_distillation_reads_the_heads_of_adapters(name: str) -> None:
     )
     with pytest.warns(UserWarning, match="all of them are computed"):
         assert torch.equal(logits.tensor("a test"), expected)
+
+
+# Of a product z: a sum of products, or what is computed.
+KNOWN: dict[str, Callable[[Any], Any]] = {
+    "a factor": lambda z: 0.5 * z * 3,
+    "a sum": lambda z: z * 2 + z * 0.25,
+    "a dtype": lambda z: z.to(torch.float32),
+}
+UNKNOWN: dict[str, Callable[[Any], Any]] = {
+    "a tensor": lambda z: z + torch.linspace(0, 1, VOCABULARY),
+    "a tensor in front": lambda z: torch.linspace(0, 1, VOCABULARY) * z,
+    "a tensor's factor": lambda z: z * torch.linspace(0, 1, VOCABULARY),
+    "a function": lambda z: torch.tanh(z * 2),
+    "a method": lambda z: (z + z).clamp(max=0.5),
+}
+
+
+@pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])
+def test_arithmetic_of_an_adapter_is_noted_or_done(name: str) -> None:
+    head = adapted(tiny_model(), target_modules=["lm_head"]).get_base_model().lm_head
+    hidden = torch.randn(3, 32)
+
+    def forward(x: Tensor) -> Any:
+        return {**KNOWN, **UNKNOWN}[name](torch.nn.functional.linear(x, head.base_layer.weight))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logits = logits_of_adapter(head, forward, hidden)
+    assert bool(caught) == (name in UNKNOWN) == isinstance(logits, Tensor)
+    if isinstance(logits, DeferredLogits):
+        logits = torch.nn.functional.linear(logits.hidden, logits.head.weight)
+    torch.testing.assert_close(logits, forward(hidden))
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {

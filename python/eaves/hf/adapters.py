@@ -7,6 +7,7 @@ W x + s B (A x) is one product of longer features, [W, B] [x, s A x].
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -70,7 +71,8 @@ class Products:
     def tensor(self) -> Tensor:
         logits: Any = 0
         for factor, hidden, weight, bias in self._terms:
-            logits = logits + linear(hidden, weight, bias) * factor
+            # By this name it is not noted again.
+            logits = logits + torch.ops.aten.linear.default(hidden, weight, bias) * factor
         return logits.to(self.dtype)  # type: ignore[no-any-return]
 
     def __add__(self, other: Any) -> Any:
@@ -105,21 +107,23 @@ class Products:
 
     def joined_hidden(self) -> Tensor:
         first = self._terms[0].hidden
-        states = [first, *((each.hidden * each.factor).to(first.dtype) for each in self._terms[1:])]
-        return first if len(states) == 1 else torch.cat([*states, *self._padding(first)], -1)
+        states = [_times(each.hidden, each.factor).to(first.dtype) for each in self._terms]
+        return states[0] if len(states) == 1 else torch.cat([*states, *self._padding(first)], -1)
 
     def joined_head(self) -> JoinedHead:
-        first, bias = self._terms[0].weight, self._terms[0].bias
+        first = self._terms[0].weight
         weights = [each.weight.to(first.dtype) for each in self._terms]
-        for each in self._terms[1:]:
-            if each.bias is not None:
-                bias = each.bias * each.factor if bias is None else bias + each.bias * each.factor
         weight = first if len(weights) == 1 else torch.cat([*weights, *self._padding(first)], 1)
-        return JoinedHead(weight, bias, self)
+        biases = [_times(each.bias, each.factor) for each in self._terms if each.bias is not None]
+        return JoinedHead(weight, functools.reduce(torch.add, biases) if biases else None, self)
 
     def _padding(self, first: Tensor) -> list[Tensor]:
         columns = -sum(each.weight.shape[1] for each in self._terms) % 8
         return [first.new_zeros((*first.shape[:-1], columns))] if columns else []
+
+
+def _times(tensor: Tensor, factor: float) -> Tensor:
+    return tensor if factor == 1 else tensor * factor
 
 
 class JoinedHead(NamedTuple):
