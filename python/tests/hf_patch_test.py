@@ -26,7 +26,6 @@ from hf_models import (
     assert_same_step,
     batch,
     gradients_asked_for,
-    peft_model,
     refuse_logits,
     step,
     tiny_model,
@@ -181,14 +180,16 @@ def test_compiled_it_is_one_graph_with_metrics(fresh_compiler: None) -> None:
     assert_metrics(output, numbers)
 
 
-def test_a_head_that_was_resized_has_to_be_patched_again() -> None:
+def test_a_head_that_was_resized_is_taken_by_the_next_call() -> None:
     model = eaves.hf.patch(tiny_model())
+    heads = [model.lm_head]
     model.resize_token_embeddings(VOCABULARY + 3)
-    with pytest.raises(RuntimeError, match=r"another than at patch .* call patch again"):
-        model(**batch())
-    eaves.hf.patch(model)
+    heads.append(model.lm_head)
     with refuse_logits():
-        step(model)
+        assert step(model).output.logits is None
+    assert type(heads[0]) is torch.nn.Linear and type(heads[1]) is not torch.nn.Linear
+    eaves.hf.unpatch(model)
+    assert type(heads[1]) is torch.nn.Linear
 
 
 def test_compiled_it_may_be_called_in_another_thread_first(fresh_compiler: None) -> None:
@@ -224,14 +225,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: torch.nn.Linear(2, 2), TypeError, r"model is a Linear, expected a transformers.PreTrainedModel"
     ),
     "compiled": (lambda: torch.compile(tiny_model()), TypeError, "patch it before torch.compile"),
-    "LoRA on the head": (
-        lambda: peft_model(target_modules=["lm_head"]), NotImplementedError,
-        r"the head of this Llama\w+ is a peft\..*, expected a torch.nn.L"
-    ),
-    "a head in modules_to_save": (
-        lambda: peft_model(target_modules=["q_proj"], modules_to_save=["lm_head"]), NotImplementedError,
-        r"is a ModulesToSaveWrapper of PEFT \(modules_to_save\)"
-    ),
     "another loss": (
         lambda: changed(lambda model: setattr(model, "loss_function", lambda logits, **_: logits.sum())),
         NotImplementedError, "the loss of this .* is <lambda>, expected ForCausalLMLoss"

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from eaves.functional.linear_kl_div import linear_kl_div
+from eaves.hf.adapters import inner_linear
 from eaves.hf.deferred_logits import DeferredLogits
-from eaves.hf.head import DefersLogits, check_head, has_hooks_of_results
+from eaves.hf.head import DefersLogits, check_head, has_hooks_of_results, logits_of_adapter
 from eaves.hf.outputs import finished
 
 
@@ -40,10 +41,10 @@ def gkd_loss(theirs: Callable[..., Any], workspace_bytes: int | None) -> Callabl
         labels = inputs["labels"][:, 1:]
         if all(isinstance(each, DeferredLogits) and each.is_deferred for each in (student, teacher)):
             loss = linear_kl_div(
-                student.hidden[:, :-1], heads[0].weight, teacher.hidden[:, :-1], heads[1].weight, bias=student.bias,
-                teacher_bias=teacher.bias, scale=student.scale, softcap=student.softcap, teacher_scale=teacher.scale,
-                teacher_softcap=teacher.softcap, targets=labels, skip_ignored=True, divergence="jsd", beta=self.beta,
-                normalizer=num_items_in_batch, workspace_bytes=workspace_bytes,
+                student.hidden[:, :-1], student.head.weight, teacher.hidden[:, :-1], teacher.head.weight,
+                bias=student.bias, teacher_bias=teacher.bias, scale=student.scale, softcap=student.softcap,
+                teacher_scale=teacher.scale, teacher_softcap=teacher.softcap, targets=labels, skip_ignored=True,
+                divergence="jsd", beta=self.beta, normalizer=num_items_in_batch, workspace_bytes=workspace_bytes,
             )  # fmt: skip
         else:  # a model that uses its logits for more
             logits = [
@@ -58,8 +59,8 @@ def gkd_loss(theirs: Callable[..., Any], workspace_bytes: int | None) -> Callabl
 
 
 def _head_of(model: Any, accelerator: Any) -> Any:
-    """The head, a torch.nn.Linear that computes its product alone. None: it is another module, or a wrapper of the
-    model has to see every use of the parameters."""
+    """The head, if eaves.hf.patch takes it. None: it does not, or a wrapper of the model has to see every use of the
+    parameters."""
     unwrapped = accelerator.unwrap_model(model)
     if unwrapped is not model:
         is_ddp = isinstance(model, torch.nn.parallel.DistributedDataParallel)
@@ -80,8 +81,12 @@ def _head_of(model: Any, accelerator: Any) -> Any:
 @contextlib.contextmanager
 def _deferred(head: Any) -> Iterator[None]:
     """In the block the head returns DeferredLogits."""
-    own = SimpleNamespace(weight=head.weight, bias=head.bias, product=head.forward)
-    head.forward = lambda hidden: DeferredLogits(own, hidden)
+    forward = head.forward
+    if inner_linear(head) is head:
+        own = SimpleNamespace(weight=head.weight, bias=head.bias, product=forward)
+        head.forward = lambda hidden: DeferredLogits(own, hidden)
+    else:
+        head.forward = lambda hidden: logits_of_adapter(head, forward, hidden)
     try:
         yield
     finally:

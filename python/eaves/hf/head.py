@@ -17,6 +17,7 @@ from eaves._parallel.fully_shard import is_hook_of_fully_shard
 from eaves._torch.checks import is_distributed, is_foreign
 from eaves._torch.head import refuse_zero3
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
+from eaves.hf.adapters import Products, check_adapter, inner_linear, products_of
 from eaves.hf.deferred_logits import DeferredLogits
 
 _LINEAR: Any = torch.nn.Linear  # what a head is; of any type, because the class of one is exchanged
@@ -43,25 +44,26 @@ def has_hook_of_accelerate(module: Any) -> bool:
     return "_hf_hook" in vars(module) and calls_own_forward(module)
 
 
-def check_head(model: Any, head: Any) -> None:
-    name = type(model).__name__
-    if hasattr(head, "modules_to_save"):
-        raise NotImplementedError(
-            f"patch: the head of this {name} is a {type(head).__name__} of PEFT (modules_to_save), which chooses in "
-            "each call between the original and the copies that adapters train, expected a torch.nn.Linear; leave the "
-            "head out of modules_to_save, or merge the adapter"
-        )
-    if type(head) is not _LINEAR and not (_is_fully_sharded(head) and isinstance(head, _LINEAR)):
-        raise NotImplementedError(
-            f"patch: the head of this {name} is a {type(head).__module__}.{type(head).__qualname__}, expected a "
-            "torch.nn.Linear: one that is quantised or has an adapter computes more than a product"
-        )
-    is_hooked = has_hook_of_accelerate(head)
-    if "forward" in vars(head) and not is_hooked and not _is_tensor_parallel(head):
+def check_head(model: Any, head: Any, is_in_pieces: bool = False) -> None:
+    name, linear = type(model).__name__, inner_linear(head)
+    if "forward" in vars(head) and not has_hook_of_accelerate(head) and not _is_tensor_parallel(head):
         raise NotImplementedError(
             f"patch: the forward of this {name}'s head was replaced on the instance: patch the model before that"
         )
-    if is_hooked and head.weight.is_meta:
+    if linear is not head:
+        check_adapter(name, head, is_in_pieces)
+    if not isinstance(linear, DefersLogits):
+        _check_linear(name, linear)
+
+
+def _check_linear(name: str, head: Any) -> None:
+    if type(head) is not _LINEAR and not (_is_fully_sharded(head) and isinstance(head, _LINEAR)):
+        raise NotImplementedError(
+            f"patch: the head of this {name} is a {type(head).__module__}.{type(head).__qualname__}, expected a "
+            "torch.nn.Linear, alone or in LoRA, modules_to_save or trainable tokens of PEFT: one that is quantised or "
+            "has another adapter computes more than products"
+        )
+    if has_hook_of_accelerate(head) and head.weight.is_meta:
         raise NotImplementedError(f"patch: {OFFLOADED}")
     if is_foreign(head.weight):
         rows = torch.zeros(1, head.weight.shape[1], dtype=head.weight.dtype, device=head.weight.device)
@@ -88,9 +90,17 @@ def release_head(model: Any, successor: Any = None) -> None:
     (head,) = model._eaves_head
     if head is successor:
         return
-    of_head = users.get(head, weakref.WeakSet())
-    of_head.discard(model)
-    if not of_head and type(head) is _head_class(getattr(head, "_eaves_class", _LINEAR)):
+    if head in users:
+        users[head].discard(model)
+    release_copies(head)
+
+
+def release_copies(module: Any) -> None:
+    """Makes a module, and what an adapter holds, what they were, but for heads of patched models. Adapters may hold
+    copies of a patched head."""
+    for head in module.modules():
+        if users.get(head) or type(head) is not _head_class(getattr(type(head), "_eaves_class", _LINEAR)):
+            continue
         change_class(head, head._eaves_class)
         vars(head).pop("_eaves_is_in_pieces", None)
         if vars(head).pop("_eaves_reshards", False):
@@ -119,6 +129,16 @@ class _Call(threading.local):
 current_call = _Call()
 
 
+_HOOK = "a hook of the head"
+
+
+def _apply_call(logits: DeferredLogits) -> None:
+    """Notes the loss of the innermost call, and computes the logits that its output has."""
+    logits.cross_entropy = current_call.cross_entropy
+    if current_call.is_kept:
+        logits.keep()
+
+
 class DefersLogits(torch.nn.Module):
     """What a patched head has beside its class: it multiplies, but in calls that skip its logits."""
 
@@ -133,10 +153,8 @@ class DefersLogits(torch.nn.Module):
         if _is_fully_sharded(self):
             _keep_whole(self)
         logits = DeferredLogits(self, input)
-        logits.cross_entropy = current_call.cross_entropy
-        if current_call.is_kept:
-            logits.keep()
-        return logits.tensor("a hook of the head") if has_hooks_of_results(self) else logits
+        _apply_call(logits)
+        return logits.tensor(_HOOK) if has_hooks_of_results(self) else logits
 
     def product(self, input: Tensor) -> Any:
         if self._eaves_is_in_pieces:
@@ -162,12 +180,52 @@ class _Head(DefersLogits, torch.nn.Linear):  # type: ignore[misc]  # both have a
     _eaves_class = torch.nn.Linear
 
 
+class _AdaptedHead(DefersLogits):
+    """An adapter of PEFT around a head. Its own forward says which products are added, and which copy is active."""
+
+    _eaves_class: Any
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        forward = functools.partial(self._eaves_class.forward, self)
+        if current_call.head is not self:
+            return forward(*arguments, **options)
+        check_adapter("model", self, False)  # adapters come and go
+        if _is_fully_sharded(self):
+            _keep_whole(self)
+        logits = logits_of_adapter(self, forward, *arguments, **options)
+        if isinstance(logits, DeferredLogits):
+            _apply_call(logits)
+        return logits
+
+
+def logits_of_adapter(head: Any, forward: Callable[..., Any], hidden: Tensor, **options: Any) -> Any:
+    """What an adapter around a head, whose own forward is given, makes of the hidden states: DeferredLogits."""
+    reason = _HOOK if has_hooks_of_results(head) else next(iter(options), None)
+    if reason is None:
+        products = products_of(head, forward, hidden)
+        if isinstance(products, Products):
+            return DeferredLogits(products.joined_head(), products.joined_hidden())
+        reason, forward = "an adapter", lambda _: products
+    whole = types.SimpleNamespace(weight=inner_linear(head).weight, product=functools.partial(forward, **options))
+    return DeferredLogits(whole, hidden).tensor(reason)
+
+
 @functools.cache
 def _head_class(original: Any) -> Any:
     if original is _LINEAR:
         return _Head
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        # Pickle looks classes up by name, and would find the original.
+        return _unpickled, (original,), original.__reduce_ex__(self, protocol)[2]
+
+    base = DefersLogits if issubclass(original, _LINEAR) else _AdaptedHead
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "_eaves_class": original}
-    return type(original.__name__, (DefersLogits, original), names)
+    return type(original.__name__, (base, original), {**names, "__reduce_ex__": reduce})
+
+
+def _unpickled(original: type) -> Any:
+    return _head_class(original).__new__(_head_class(original))
 
 
 def defer_logits(head: Any) -> None:
@@ -189,16 +247,25 @@ def _is_fully_sharded(module: object) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def has_hooks_of_results(module: torch.nn.Module) -> bool:
-    """Whether a hook gets to see what the forward returns, or its gradient. Such a hook may leave alone whatever is not
-    a tensor. (Hooks before the forward have come and gone. Those of fully_shard leave it alone.)"""
-    every = torch.nn.modules.module
-    of_module = [hook for hook in module._forward_hooks.values() if not is_hook_of_fully_shard(hook)]
+def _fully_sharded_classes() -> tuple[type, ...]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+
+
+def has_hooks_of_results(head: torch.nn.Module) -> bool:
+    """Whether a hook gets to see what the forward of the head, or of a module in it, returns, or its gradient. Such a
+    hook may leave alone whatever is not a tensor. (Hooks before the forward have come and gone. Those of fully_shard
+    leave it alone, but free the weights of a module in the head.)"""
+    every, modules = torch.nn.modules.module, list(head.modules())
     return bool(
-        of_module
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        any(_has_hooks_of_results(each) for each in modules)
+        or any(isinstance(each, _fully_sharded_classes()) for each in modules[1:])
         or every._global_forward_hooks
         or every._global_backward_hooks
         or every._global_backward_pre_hooks
     )
+
+
+def _has_hooks_of_results(module: torch.nn.Module) -> bool:
+    of_module = [hook for hook in module._forward_hooks.values() if not is_hook_of_fully_shard(hook)]
+    return bool(of_module or module._backward_hooks or module._backward_pre_hooks)

@@ -24,6 +24,7 @@ from eaves.hf.head import (
     current_call,
     defer_logits,
     has_hook_of_accelerate,
+    release_copies,
     release_head,
     users,
 )
@@ -108,8 +109,9 @@ def patch(
         TypeError, ValueError: the model is none of transformers; an option is none of eaves.linear_cross_entropy, or no
             metric.
         NotImplementedError: the loss is neither ForCausalLMLoss nor ForMaskedLMLoss; the head is not a
-            torch.nn.Linear (quantised, with LoRA, in modules_to_save of PEFT); the forward takes no labels; that of
-            model or head was replaced on the instance (but by tensor parallelism of transformers).
+            torch.nn.Linear, alone or in LoRA, modules_to_save or trainable tokens of PEFT (it is quantised, say, or has
+            DoRA); the forward takes no labels; that of model or head was replaced on the instance (but by tensor
+            parallelism of transformers).
     """
     base: Any = base_of(model, "patch")
     head = base.get_output_embeddings()
@@ -117,7 +119,7 @@ def patch(
     if not is_patched:
         _check_model(base)
     if not isinstance(head, DefersLogits):
-        check_head(base, head)
+        check_head(base, head, group is not None)
     given: dict[str, Any] = {
         "skip_logits": skip_logits,
         "skip_ignored": skip_ignored,
@@ -133,20 +135,25 @@ def patch(
     options = checked_options(head.weight, given)
     skip_logits, metrics = options.pop("skip_logits"), options.pop("metrics")
 
-    if is_patched:
-        release_head(base, head)
-    else:
+    if not is_patched:
         original: Any = type(base)
         change_class(base, _patched_class(original))
-    if not isinstance(head, DefersLogits):
-        defer_logits(head)
-    head._eaves_is_in_pieces = group is not None
-    users.setdefault(head, weakref.WeakSet()).add(base)
-    base._eaves_head = (head,)  # in a tuple: a module would become one of the model's
+    _take_head(base, head, group is not None)
     base._eaves_skip_logits = skip_logits
     base._eaves_metrics = metrics
     base._eaves_options = options
     return model
+
+
+def _take_head(base: Any, head: Any, is_in_pieces: bool) -> None:
+    if "_eaves_head" in vars(base):
+        release_head(base, head)
+    if not isinstance(head, DefersLogits):
+        defer_logits(head)
+    head._eaves_is_in_pieces = is_in_pieces
+    users.setdefault(head, weakref.WeakSet()).add(base)
+    release_copies(head)
+    base._eaves_head = (head,)  # in a tuple: a module would become one of the model's
 
 
 def unpatch(model: _Model) -> _Model:
@@ -165,6 +172,7 @@ def unpatch(model: _Model) -> _Model:
             f"unpatch: the model's class was changed to {type(base).__name__} after patch: undo that first"
         )
     release_head(base)
+    release_copies(base.get_output_embeddings())
     del base._eaves_head, base._eaves_skip_logits, base._eaves_metrics, base._eaves_options
     change_class(base, original)
     return model
@@ -303,11 +311,15 @@ def _patched_class(original: Any) -> Any:
             _warn_of_labels(self)
         is_kept = has_own_loss and has_labels and not skip_logits
         head = self.get_output_embeddings() if skip_logits or is_kept else None
-        if head is not None and not isinstance(head, DefersLogits):
-            raise RuntimeError(
-                f"eaves.hf: the head of this {type(self).__name__} is another than at patch (resize_token_embeddings, "
-                "adapters and sharding change it): call patch again, which takes it or says why not"
-            )
+        if head is not None and not isinstance(head, DefersLogits):  # resized, given an adapter, or merged since
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    f"eaves.hf: the head of this {type(self).__name__} is another than at patch: call patch again "
+                    "before torch.compile takes the model"
+                )
+            is_in_pieces = self._eaves_options.get("group") is not None
+            check_head(self, head, is_in_pieces)
+            _take_head(self, head, is_in_pieces)
         options = self._eaves_options
         # None until the loss is computed.
         metrics: dict[str, Tensor | None] = dict.fromkeys(self._eaves_metrics if has_labels else ())
