@@ -26,8 +26,10 @@ def extension() -> dict[str, Any]:
     Keys: version, commit, compiler, backends, cpu, cuda, gpus, missing.
     """
     if torch is None:
-        from eaves.jax._library import system
-
+        try:
+            from eaves.jax._library import system
+        except ModuleNotFoundError as error:
+            raise ImportError("PyTorch and JAX are not installed: pip install torch, or jax for eaves.jax") from error
         return system()
     report: dict[str, Any] = json.loads(torch.ops.eaves.system_info())
     return report
