@@ -51,8 +51,20 @@ def test_every_place_names_the_version_and_what_is_tested_with_it() -> None:
     number = version()
     assert f"Version {number}" in (ROOT / "README.md").read_text()
     assert re.search(r"^## \[(.*)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == number  # type: ignore[index]
-    (extra,) = re.findall(r'^hf = \["(.*)"\]', (ROOT / "pyproject.toml").read_text(), re.M)
-    assert f" {extra} " in (ROOT / "tools" / "setup").read_text()
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = found["project"]["optional-dependencies"]
+    ranges = [each for name in ("hf", "trl") for each in extras[name] if not each.startswith("eaves")]
+    assert len(ranges) == 2 and set(ranges) <= set(found["dependency-groups"]["trainers"])
+    assert extras["all"] == ["eaves[jax,trl]"] and extras["trl"][0] == "eaves[hf]"
+
+
+def test_the_wheel_requires_nothing_and_names_its_licence() -> None:
+    with zipfile.ZipFile(WHEELS[0]) as archive:
+        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+    requirements = re.findall("^Requires-Dist: (.*)", metadata, re.M)
+    assert requirements and all("; extra == " in each for each in requirements)
+    assert "\nLicense-Expression: Apache-2.0\nLicense-File: LICENSE\n" in metadata
 
 
 def run(*command: str | Path, **options: object) -> str:
