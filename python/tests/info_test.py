@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 import eaves
 from eaves import _info
+from eaves._replacement import DOORS
 from eaves._torch import library as _library
 
 
@@ -49,6 +51,15 @@ def test_the_json_says_what_is_here(report: dict[str, Any]) -> None:
     assert f'torch>={_library.TORCH_TARGET}; extra == "torch"' in requires("eaves")
     assert "cpu" in report["extension"]["backends"]
     assert len(report["torch"]["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def test_the_extras_allow_every_version_of_a_library_that_is_known() -> None:
+    requirements = {each.name: each for each in map(Requirement, requires("eaves"))}
+    for door in DOORS.values():
+        if door._package in requirements:
+            allowed = requirements[door._package].specifier
+            assert [series for series in door.known if f"{series}.0" not in allowed] == []
+    assert "trl" in requirements and version("transformers") in requirements["transformers"].specifier
 
 
 def test_it_says_whether_the_library_for_jax_is_built(report: dict[str, Any]) -> None:
