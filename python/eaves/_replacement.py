@@ -13,8 +13,9 @@ from typing import Any
 
 
 class Door:
-    """A library that can train with eaves: `library` as Python imports it, `package` as pip installs it. It is known in
-    the release series `known`, "1.16" for instance: what another one passes and expects may differ."""
+    """A library that can train with eaves: `library` names eaves' module for it, of a Replacement also Python's, and
+    `package` is pip's name. It is known in the release series `known`, "1.16" for instance: what another one passes and
+    expects may differ."""
 
     def __init__(self, library: str, known: tuple[str, ...], *, package: str | None = None) -> None:
         self.library, self.known, self._package = library, known, package or library
@@ -30,6 +31,11 @@ class Door:
         found = self.version()
         return found is not None and any(f"{found}.".startswith(f"{series}.") for series in self.known)
 
+    @property
+    def turned_on(self) -> str:
+        """When a process calls eaves, behind "active"."""
+        return f"where eaves.{self.library}.install() was called"
+
     def is_active(self) -> bool:
         """Whether this process calls eaves."""
         raise NotImplementedError
@@ -43,6 +49,22 @@ class Door:
             raise RuntimeError(
                 f"eaves.{self.library}: this is {self._package} {found}, expected {expected}: nothing is replaced"
             )
+
+
+class Module(Door):
+    """A library that calls eaves' module for it, of itself. The module says whether it is active."""
+
+    def __init__(self, library: str, known: tuple[str, ...], turned_on: str, *, package: str | None = None) -> None:
+        super().__init__(library, known, package=package)
+        self._turned_on = turned_on
+
+    @property
+    def turned_on(self) -> str:
+        return self._turned_on
+
+    def is_active(self) -> bool:
+        module = sys.modules.get(f"eaves.{self.library}")
+        return module is not None and bool(module.is_active())
 
 
 class Replacement(Door):
@@ -146,6 +168,8 @@ class Installed:
 DOORS: dict[str, Door] = {
     door.library: door
     for door in (
+        Module("axolotl", ("0.19",), "where the configuration names eaves.axolotl.EavesPlugin"),
+        Module("fla", ("0.6",), "where eaves.fla was imported", package="fla-core"),
         Replacement(
             "megatron",
             ("0.18", "0.19"),
