@@ -13,8 +13,6 @@ import weakref
 from importlib import import_module
 from typing import Any, Literal
 
-from pydantic import BaseModel, model_validator
-
 from eaves._replacement import DOORS
 from eaves.hf import patch
 
@@ -22,6 +20,7 @@ __all__ = ["EavesArgs", "EavesPlugin", "is_active"]
 
 DOORS["axolotl"].check_version()
 _BasePlugin: Any = import_module("axolotl.integrations.base").BasePlugin
+_pydantic: Any = import_module("pydantic")
 
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -34,7 +33,7 @@ _OTHER_LOSSES = (
 _CALL_THE_MODEL = ("axolotl.core.trainers.base", "transformers.trainer")
 
 
-class EavesArgs(BaseModel):
+class EavesArgs(_pydantic.BaseModel):  # type: ignore[misc] # of any type
     """Settings in Axolotl's configuration: the arguments of eaves.hf.patch with eaves_ before their names, which has
     their defaults. Axolotl refuses a configuration (ValueError) that has another loss too."""
 
@@ -42,7 +41,7 @@ class EavesArgs(BaseModel):
     eaves_skip_ignored: bool | None = None
     eaves_workspace_bytes: int | None = None
 
-    @model_validator(mode="after")
+    @_pydantic.model_validator(mode="after")  # type: ignore[untyped-decorator]
     def refuse_other_losses(self) -> EavesArgs:
         for name in _OTHER_LOSSES:
             if value := getattr(self, name, None):
