@@ -115,8 +115,7 @@ def _trainer(name: str, trainer: dict[str, Any]) -> str:
         return "not installed"
     if not trainer["is_known"]:
         return f"{trainer['version']}, which eaves.{name} does not know"
-    state = "active in this process" if trainer["is_active"] else f"active where eaves.{name}.install() was called"
-    return f"{trainer['version']}, {state}"
+    return f"{trainer['version']}, active {'in this process' if trainer['is_active'] else DOORS[name].turned_on}"
 
 
 def text(report: dict[str, Any]) -> str:
