@@ -66,16 +66,26 @@ else:
     # PyTorch already there, its operators are registered at once, because a saved program may be about to call them.
 
     def __getattr__(name: str) -> typing.Any:
+        import importlib.metadata
         import importlib.util
 
-        if name in ("hf", "jax", "trl", "verl"):
-            return importlib.import_module(f"eaves.{name}")
         if name == "__version__" and importlib.util.find_spec("torch") is None:
-            return importlib.import_module("eaves.jax").__version__
-        if name in __all__:
-            functional = importlib.import_module("eaves.functional")
-            globals().update({each: getattr(functional, each) for each in __all__})
-            return globals()[name]
+            return importlib.metadata.version("eaves")
+        try:
+            if name in ("hf", "jax", "trl", "verl"):
+                return importlib.import_module(f"eaves.{name}")
+            if name in __all__:
+                functional = importlib.import_module("eaves.functional")
+                globals().update({each: getattr(functional, each) for each in __all__})
+                return globals()[name]
+        except ModuleNotFoundError as error:
+            if error.name == "torch":
+                way_out = "PyTorch, which is not installed: pip install torch (eaves.jax has the operators for JAX)"
+            elif error.name in ("jax", "jaxlib"):
+                way_out = "JAX, which is not installed: pip install jax"
+            else:
+                raise
+            raise ImportError(f"eaves.{name} needs {way_out}") from error
         raise AttributeError(f"module 'eaves' has no attribute '{name}'")
 
     def __dir__() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from eaves import _command_line, _info
 
@@ -21,13 +22,14 @@ def main() -> int:
         return _main()
     except KeyboardInterrupt:
         return 130
-    except (OSError, MemoryError) as error:
+    except (ImportError, OSError, MemoryError) as error:
         print(f"eaves: {error}", file=sys.stderr)
         return 1
 
 
 def _main() -> int:
-    parser = _command_line.Parser(prog="python -m eaves", description=__doc__)
+    program = "eaves" if Path(sys.argv[0]).name == "eaves" else "python -m eaves"
+    parser = _command_line.Parser(prog=program, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="info|bench")
     info = commands.add_parser("info", help="versions, devices, backends, and what does not fit together")
     info.add_argument("--json", action="store_true", help="print JSON instead of text")

@@ -26,8 +26,10 @@ def extension() -> dict[str, Any]:
     Keys: version, commit, compiler, backends, cpu, cuda, gpus, missing.
     """
     if torch is None:
-        from eaves.jax._library import system
-
+        try:
+            from eaves.jax._library import system
+        except ModuleNotFoundError as error:
+            raise ImportError("PyTorch and JAX are not installed: pip install torch, or jax for eaves.jax") from error
         return system()
     report: dict[str, Any] = json.loads(torch.ops.eaves.system_info())
     return report
@@ -113,8 +115,7 @@ def _trainer(name: str, trainer: dict[str, Any]) -> str:
         return "not installed"
     if not trainer["is_known"]:
         return f"{trainer['version']}, which eaves.{name} does not know"
-    state = "active in this process" if trainer["is_active"] else f"active where eaves.{name}.install() was called"
-    return f"{trainer['version']}, {state}"
+    return f"{trainer['version']}, active {'in this process' if trainer['is_active'] else DOORS[name].turned_on}"
 
 
 def text(report: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -13,8 +14,9 @@ from typing import Any
 
 
 class Door:
-    """A library that can train with eaves: `library` as Python imports it, `package` as pip installs it. It is known in
-    the release series `known`, "1.16" for instance: what another one passes and expects may differ."""
+    """A library that can train with eaves: `library` names eaves' module for it, of a Replacement also Python's, and
+    `package` is pip's name. It is known in the release series `known`, "1.16" for instance: what another one passes and
+    expects may differ."""
 
     def __init__(self, library: str, known: tuple[str, ...], *, package: str | None = None) -> None:
         self.library, self.known, self._package = library, known, package or library
@@ -30,6 +32,11 @@ class Door:
         found = self.version()
         return found is not None and any(f"{found}.".startswith(f"{series}.") for series in self.known)
 
+    @property
+    def turned_on(self) -> str:
+        """When a process calls eaves, behind "active"."""
+        return f"where eaves.{self.library}.install() was called"
+
     def is_active(self) -> bool:
         """Whether this process calls eaves."""
         raise NotImplementedError
@@ -43,6 +50,22 @@ class Door:
             raise RuntimeError(
                 f"eaves.{self.library}: this is {self._package} {found}, expected {expected}: nothing is replaced"
             )
+
+
+class Module(Door):
+    """A library that calls eaves' module for it, of itself. The module says whether it is active."""
+
+    def __init__(self, library: str, known: tuple[str, ...], turned_on: str, *, package: str | None = None) -> None:
+        super().__init__(library, known, package=package)
+        self._turned_on = turned_on
+
+    @property
+    def turned_on(self) -> str:
+        return self._turned_on
+
+    def is_active(self) -> bool:
+        module = sys.modules.get(f"eaves.{self.library}")
+        return module is not None and bool(module.is_active())
 
 
 class Replacement(Door):
@@ -126,6 +149,27 @@ def _found(module: str, name: str) -> Any:
     return getattr(_owner(module, name), name.split(".")[-1], None)
 
 
+class Plugin(Door):
+    """A library that makes objects of eaves itself, because its configuration names `target`, a class or function."""
+
+    def __init__(self, library: str, known: tuple[str, ...], target: str, *, package: str | None = None) -> None:
+        super().__init__(library, known, package=package)
+        self._target = target
+        self._made: weakref.WeakSet[object] = weakref.WeakSet()
+
+    @property
+    def turned_on(self) -> str:
+        return f"where the configuration names eaves.{self.library}.{self._target}"
+
+    def made(self, thing: object) -> None:
+        """Notes an object that the library calls from now on."""
+        self._made.add(thing)
+
+    def is_active(self) -> bool:
+        """Whether one of them is alive."""
+        return bool(self._made)
+
+
 class Installed:
     """What install() returns. As a context manager it makes the end of the block undo this install."""
 
@@ -146,6 +190,10 @@ class Installed:
 DOORS: dict[str, Door] = {
     door.library: door
     for door in (
+        Module("axolotl", ("0.19",), "where the configuration names eaves.axolotl.EavesPlugin"),
+        Module("fla", ("0.6",), "where eaves.fla was imported", package="fla-core"),
+        Plugin("automodel", ("0.7",), "LinearCrossEntropy", package="nemo-automodel"),
+        Plugin("torchtitan", ("0.3",), "fused_loss"),
         Replacement(
             "hf",
             ("4.57", "5"),
@@ -178,4 +226,12 @@ DOORS: dict[str, Door] = {
 def replacement_of(library: str) -> Replacement:
     door = DOORS[library]
     assert isinstance(door, Replacement)
+    return door
+
+
+def plugin_of(library: str) -> Plugin:
+    """The library's line, of a version that is known."""
+    door = DOORS[library]
+    assert isinstance(door, Plugin)
+    door.check_version()
     return door

@@ -122,7 +122,7 @@ def test_a_wrong_argument_is_one_sentence_and_exit_code_2(
     assert main(monkeypatch, *words) == 2
     out, err = capsys.readouterr()
     assert sentence in err and err.startswith("eaves bench: ") and err.count("\n") == 1 and out == ""
-    assert err.endswith("(python -m eaves bench --help shows what is expected)\n")
+    assert err.endswith("(eaves bench --help shows what is expected)\n")
 
 
 def test_without_a_gpu_cuda_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

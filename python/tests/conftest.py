@@ -89,6 +89,14 @@ def cpu_ranks() -> Iterator[Ranks]:
     started.close()
 
 
+@pytest.fixture(scope="module")
+def two_cpu_ranks() -> Iterator[Ranks]:
+    """Two, for modules that take long to import."""
+    started = Ranks(2)
+    yield started
+    started.close()
+
+
 @pytest.fixture(scope="module", params=["cpu", "cuda"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """The same, and on GPUs, where there are two."""

@@ -7,9 +7,10 @@ from typing import Any
 PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
 
 
-def recipe(title: str) -> str:
-    """The Python block of the section with this title."""
-    found = re.findall(rf"^## {re.escape(title)}\n(?:(?!^## ).)*?^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+def recipe(title: str, language: str = "python") -> str:
+    """The block in a language of the section with this title."""
+    block = rf"^## {re.escape(title)}\n(?:(?!^## ).)*?^```{language}\n(.*?)^```"
+    found = re.findall(block, PAGE.read_text(), re.M | re.S)
     assert len(found) == 1, title
     return str(found[0])
 

@@ -1,19 +1,22 @@
 """`python -m eaves info`: what it says of this installation, as text and as JSON, and when it finds fault."""
 
 import copy
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
-from importlib.metadata import requires, version
+from importlib.metadata import entry_points, requires, version
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 import eaves
 from eaves import _info
+from eaves._replacement import DOORS
 from eaves._torch import library as _library
 
 
@@ -45,9 +48,18 @@ def test_the_json_says_what_is_here(report: dict[str, Any]) -> None:
     assert report["python"] == sys.version.split()[0]
     assert report["extension"]["version"] == eaves.__version__
     assert report["package"]["target"] == _library.TORCH_TARGET
-    assert f"torch>={_library.TORCH_TARGET}" in requires("eaves")
+    assert f'torch>={_library.TORCH_TARGET}; extra == "torch"' in requires("eaves")
     assert "cpu" in report["extension"]["backends"]
     assert len(report["torch"]["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def test_the_extras_allow_every_version_of_a_library_that_is_known() -> None:
+    requirements = {each.name: each for each in map(Requirement, requires("eaves"))}
+    for door in DOORS.values():
+        if door._package in requirements:
+            allowed = requirements[door._package].specifier
+            assert [series for series in door.known if f"{series}.0" not in allowed] == []
+    assert "trl" in requirements and version("transformers") in requirements["transformers"].specifier
 
 
 def test_it_says_whether_the_library_for_jax_is_built(report: dict[str, Any]) -> None:
@@ -159,6 +171,21 @@ def test_a_reader_that_leaves_is_no_failure_and_a_full_disk_is() -> None:
                 assert result.returncode == code
                 assert result.stderr.startswith(said) and (said or not result.stderr), result.stderr
     os.close(lost)
+
+
+def test_the_program_of_the_wheel_is_the_same_as_the_module() -> None:
+    (program,) = entry_points(group="console_scripts", name="eaves")
+    assert program.load() is importlib.import_module("eaves.__main__").main
+
+
+def test_without_torch_and_jax_it_says_which_to_install() -> None:
+    program = (
+        "import runpy, sys\nsys.modules |= {'torch': None, 'jax': None}\n"
+        "sys.argv = ['eaves', 'info']\nrunpy.run_module('eaves', run_name='__main__')"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr == "eaves: PyTorch and JAX are not installed: pip install torch, or jax for eaves.jax\n"
 
 
 def test_a_command_that_is_not_there_is_refused_with_those_that_are() -> None:

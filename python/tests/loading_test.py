@@ -1,6 +1,8 @@
 """What a user is told where the extension cannot be loaded: the versions, or the file and the loader's reason."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,20 @@ def test_an_extension_that_does_not_load_is_named_with_the_reason(
     message = str(caught.value)
     assert message.startswith(f"eaves: {path} ") and "\n" not in message
     assert re.search(reason, message), message
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("cross_entropy", "PyTorch, which is not installed: pip install torch (eaves.jax has the operators for JAX)"),
+        ("hf", "PyTorch, which is not installed: pip install torch (eaves.jax has the operators for JAX)"),
+        ("jax", "JAX, which is not installed: pip install jax"),
+    ],
+)
+def test_a_name_whose_framework_is_not_installed_says_which_to_install(name: str, needs: str) -> None:
+    program = (
+        "import sys\nsys.modules |= {'torch': None, 'jax': None}\n"
+        f"import eaves\nassert eaves.__version__ == '{eaves.__version__}'\neaves.{name}"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.stderr.splitlines()[-1] == f"ImportError: eaves.{name} needs {needs}"

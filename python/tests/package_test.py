@@ -18,13 +18,16 @@ from torch import Tensor
 
 import eaves
 from eaves._info import extension
+from eaves._replacement import DOORS, Replacement
 from operators import Operator, each_operator, leaves
 
 
 def modules() -> list[str]:
-    """Every module of the package, but for the programs behind `python -m` and the libraries, which are no modules."""
+    """Every module of the package, but for the programs behind `python -m` and the libraries, which are no modules,
+    and those that extend a library that is not here."""
     found = pkgutil.walk_packages(eaves.__path__, "eaves.")
     others = ("__main__", "libeaves", "eaves_torch", "eaves_jax")
+    others += tuple(n for n, door in DOORS.items() if not isinstance(door, Replacement) and not door.is_known())
     return ["eaves", *(module.name for module in found if not module.name.endswith(others))]
 
 

@@ -11,6 +11,7 @@ import venv
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,12 +48,39 @@ def version() -> str:
     return str(found)
 
 
-def test_every_place_names_the_version_and_what_is_tested_with_it() -> None:
+def pyproject() -> dict[str, Any]:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
+    return dict(tomllib.loads((ROOT / "pyproject.toml").read_text()))
+
+
+def test_every_place_names_the_version() -> None:
     number = version()
     assert f"Version {number}" in (ROOT / "README.md").read_text()
     assert re.search(r"^## \[(.*)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == number  # type: ignore[index]
-    (extra,) = re.findall(r'^hf = \["(.*)"\]', (ROOT / "pyproject.toml").read_text(), re.M)
-    assert f" {extra} " in (ROOT / "tools" / "setup").read_text()
+
+
+def test_the_recipe_for_conda_names_the_versions_of_the_wheel() -> None:
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    recipe, ours = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text()), pyproject()
+    assert recipe["context"]["version"] == version()
+    assert (recipe["about"]["license"], recipe["about"]["license_file"]) == ("Apache-2.0", "LICENSE")
+    assert recipe["about"]["summary"] == ours["project"]["description"]
+    needs, extras = recipe["requirements"], ours["project"]["optional-dependencies"]
+    torch, jax, build = (
+        each[0].replace(">=", " >=") for each in (extras["torch"], extras["jax"], ours["build-system"]["requires"])
+    )
+    assert needs["run_constraints"] == [jax, f"py{torch}"]
+    python = f"python {ours['project']['requires-python']}"
+    assert {jax.replace("jax", "jaxlib"), f"py{torch}", build, python} <= set(needs["host"])
+    assert f"cmake {ours['tool']['scikit-build']['cmake']['version']}" in needs["build"]
+
+
+def test_the_wheel_requires_nothing_and_names_its_licence() -> None:
+    with zipfile.ZipFile(WHEELS[0]) as archive:
+        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+    requirements = re.findall("^Requires-Dist: (.*)", metadata, re.M)
+    assert requirements and all("; extra == " in each for each in requirements)
+    assert "\nLicense-Expression: Apache-2.0\nLicense-File: LICENSE\n" in metadata
 
 
 def run(*command: str | Path, **options: object) -> str:

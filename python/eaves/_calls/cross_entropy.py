@@ -73,6 +73,8 @@ class CrossEntropyCall(NamedTuple):
     group: ProcessGroup | Shard | None = None
     classes: int | None = None
     op: str = OP  # that errors name, with its names of arguments
+    # Of callers within eaves: with inplace_backward the backward writes the gradient.
+    keeps_logits: bool = False
 
     @property
     def with_classes(self) -> tuple[str, Any]:
@@ -135,7 +137,7 @@ def _computed(call: CrossEntropyCall, shard: ShardArguments | None = None) -> Te
     """The loss of a call whose tensors are this rank's."""
     (
         logits, targets, class_weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, row_weight,
-        normalizer, inplace_backward, outputs, class_dim, _, classes, op,
+        normalizer, inplace_backward, outputs, class_dim, _, classes, op, keeps_logits,
     ) = call[:]  # fmt: skip
     check_tensor(op, "logits", logits)
     check_tensor(op, "targets", targets)
@@ -184,7 +186,7 @@ def _computed(call: CrossEntropyCall, shard: ShardArguments | None = None) -> Te
         else:
             refuse_in_place(op, logits)
             wanted &= ~OF_IGNORED_ROWS
-            if logits.dtype == torch.float16 or shard is not None:
+            if keeps_logits or logits.dtype == torch.float16 or shard is not None:
                 computed = kept_for_backward(wanted, mode, needs_target_mass)
                 results = apply(op, InPlaceInBackward, *arguments, computed, shard, op)
             else:

@@ -1,0 +1,192 @@
+"""eaves.axolotl against Axolotl's own list of plugins and its check of configurations. Axolotl's loader of models needs
+GPU packages, so that the hooks are called here in its order: adapters, post_model_load, the trainer."""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import eaves
+from cross_entropy_test import each
+from doors import recipe
+from eaves import _replacement
+from hf_models import (
+    BATCH,
+    FLOAT32_TOLERANCE,
+    LENGTH,
+    assert_same_step,
+    batch,
+    peft_model,
+    refuse_logits,
+    step,
+    tiny_model,
+    transformers,
+)
+
+if _replacement.DOORS["axolotl"].version() is None:
+    pytest.skip("axolotl is not installed", allow_module_level=True)
+
+yaml = pytest.importorskip("yaml")
+PluginManager = importlib.import_module("axolotl.integrations.base").PluginManager
+config = importlib.import_module("axolotl.utils.config")
+DictDefault = importlib.import_module("axolotl.utils.dict").DictDefault
+
+PLUGIN = "eaves.axolotl.EavesPlugin"
+CONFIGURATION: dict[str, Any] = {
+    "base_model": "tiny", "datasets": [{"path": "rows", "type": "alpaca"}], "sequence_len": 32, "micro_batch_size": 1,
+    "gradient_accumulation_steps": 1, "learning_rate": 1e-4,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    PluginManager.get_instance().plugins.clear()
+
+
+def checked(*plugins: str, **settings: Any) -> Any:
+    """The configuration as Axolotl's command line makes it: plugins are loaded, settings are checked."""
+    configuration = DictDefault({**CONFIGURATION, "plugins": [PLUGIN, *plugins], **settings})
+    config.prepare_plugins(configuration)
+    return config.validate_config(configuration)
+
+
+def loaded(model: Any, **settings: Any) -> Any:
+    """The model behind Axolotl's hook."""
+    PluginManager.get_instance().post_model_load(checked(**settings), model)
+    return model
+
+
+@each("adapter", (False, True))
+@each("is_checkpointed", (False, True))
+def test_a_model_of_axolotl_takes_the_same_steps_without_logits(adapter: bool, is_checkpointed: bool) -> None:
+    def made() -> Any:
+        return peft_model(target_modules=["q_proj", "down_proj"]) if adapter else tiny_model()
+
+    def trained(model: Any) -> Any:
+        if is_checkpointed:  # by the trainer, behind the hook
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return step(model)
+
+    expected = trained(made())
+    model = loaded(made())
+    with refuse_logits():
+        found = trained(model)
+    assert_same_step(found, expected, FLOAT32_TOLERANCE)
+
+
+def test_trainer_logs_the_same_losses(tmp_path: Path) -> None:
+    columns = {name: tensor[0] for name, tensor in batch().items()}
+
+    def losses(model: Any) -> list[float]:
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, seed=7,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, arguments, train_dataset=[columns] * 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            PluginManager.get_instance().post_trainer_create(None, trainer)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    expected = losses(tiny_model())
+    with refuse_logits():
+        found = losses(loaded(tiny_model()))
+    assert len(found) == 3 and found == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_recipe_is_a_configuration_that_axolotl_takes() -> None:
+    settings = yaml.safe_load(recipe("Axolotl", "yaml"))
+    configuration = checked(**settings)
+    assert configuration.plugins == [PLUGIN]
+    model = loaded(tiny_model(), **settings)
+    assert model._eaves_options["algorithm"] == settings["eaves_algorithm"]
+    plain = eaves.hf.patch(tiny_model())
+    model = loaded(tiny_model())
+    assert model._eaves_options == plain._eaves_options  # without settings, the defaults of patch
+    options = {"skip_ignored": False, "workspace_bytes": 1 << 20}
+    model = loaded(tiny_model(), **{f"eaves_{name}": value for name, value in options.items()})
+    assert options.items() <= model._eaves_options.items()
+
+
+@each(
+    "settings",
+    (
+        {"chunked_cross_entropy": True},
+        {"orpo_alpha": 0.1},
+        {"rl": "dpo"},
+        {"rl": "grpo"},
+        {"use_eaft": True},
+    ),
+)
+def test_another_loss_is_refused_by_its_name(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"eaves\.axolotl: {next(iter(settings))} is .*without eaves"):
+        checked(**settings)
+
+
+def test_losses_of_other_plugins_are_refused() -> None:
+    # Their plugins need packages; their settings, with the defaults, are these.
+    arguments = importlib.import_module("axolotl.integrations.liger.args").LigerArgs
+    with pytest.raises(ValueError, match="liger_fused_linear_cross_entropy is True"):
+        checked("axolotl.integrations.liger.LigerPlugin", liger_fused_linear_cross_entropy=True)
+    assert "liger_cross_entropy" in arguments.model_fields
+    configuration = checked("axolotl.integrations.liger.LigerPlugin", liger_rms_norm=True)
+    assert configuration.liger_rms_norm is True
+    cut = type("Both", (eaves.axolotl.EavesArgs,), {"__annotations__": {"cut_cross_entropy": bool}})
+    with pytest.raises(ValueError, match="cut_cross_entropy is True"):
+        cut(cut_cross_entropy=True)
+    assert cut(cut_cross_entropy=False).cut_cross_entropy is False
+
+
+def test_settings_that_eaves_does_not_have_are_refused() -> None:
+    with pytest.raises(ValueError, match="eaves_algorithm"):
+        checked(eaves_algorithm="fast")
+    with pytest.raises(ValueError, match="eaves_workspace_bytes"):
+        checked(eaves_workspace_bytes="much")
+
+
+def test_a_model_that_eaves_does_not_take_is_an_error() -> None:
+    configuration = transformers.LlamaConfig(
+        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    with pytest.raises(NotImplementedError, match="ForSequenceClassification"):
+        loaded(transformers.LlamaForSequenceClassification(configuration))
+
+
+def test_a_trainer_with_another_loss_is_told(tmp_path: Path) -> None:
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+
+    class Theirs(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def compute_loss(self, *_: Any, **__: Any) -> Any: ...
+
+    checked()
+    manager = PluginManager.get_instance()
+    with pytest.warns(UserWarning, match=r"axolotl_test\..*Theirs\.compute_loss.*may not call eaves"):
+        manager.post_trainer_create(None, Theirs(tiny_model(), arguments))
+    trainer = transformers.Trainer(tiny_model(), arguments, compute_loss_func=lambda *_, **__: torch.zeros(()))
+    with pytest.warns(UserWarning, match="compute_loss_func"):
+        manager.post_trainer_create(None, trainer)
+
+
+def test_it_is_active_as_long_as_a_model_is_patched() -> None:
+    door = _replacement.DOORS["axolotl"]
+    assert not door.is_active()
+    model = loaded(peft_model())
+    assert door.is_active() and eaves.axolotl.is_active()
+    eaves.hf.unpatch(model)
+    assert not door.is_active()
+    assert step(model).output.logits.shape[:2] == (BATCH, LENGTH)
+
+
+def test_an_unknown_version_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_replacement, "version", lambda _: "0.18.0")
+    monkeypatch.delitem(sys.modules, "eaves.axolotl", raising=False)
+    # Axolotl prints an ImportError of a plugin and trains without it; this is none.
+    with pytest.raises(RuntimeError, match=r"axolotl 0\.18\.0, expected 0\.19\.x"):
+        PluginManager.get_instance().register(PLUGIN)
