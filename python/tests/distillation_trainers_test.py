@@ -272,8 +272,12 @@ def with_metrics(trainer: Any) -> None:
     trainer.compute_metrics = lambda prediction: {}
 
 
-@each("change", (hooked, quantised, with_metrics))
-def test_gkd_keeps_the_loss_of_trl_where_a_head_cannot_be_read(change: Any, tmp_path: Path) -> None:
+def with_liger(trainer: Any) -> None:
+    trainer.use_liger_gkd_loss = True  # of TRL up to 1.13, whose method asks for it
+
+
+@each("change", (hooked, quantised, with_metrics, with_liger))
+def test_gkd_keeps_the_loss_of_trl(change: Any, tmp_path: Path) -> None:
     trainer = gkd(tmp_path, None, "llama")
     change(trainer)
     (expected, outputs), exact = compute_loss(trainer, return_outputs=True)

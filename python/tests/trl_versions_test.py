@@ -3,12 +3,9 @@ loss of SFTTrainer against the formula in float64 and against TRL's own function
 tools/test_doors runs it with each version."""
 
 import inspect
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # TRL 1.15 has kernels of Triton alone
 
 import pytest
 import torch
