@@ -11,6 +11,7 @@
     hf.patch(model, *, ...)    a causal language model of transformers
     jax    the operators for JAX
     trl.install(), verl.install()    the trainers of TRL and verl
+    nemo_rl.install(), prime_rl.install(), skyrl.install()    those of NeMo RL, prime-rl and SkyRL
 
 CPU and CUDA tensors; autograd, torch.compile, torch.func and CUDA graphs work with them. `python -m eaves info` says
 what this installation can do, `python -m eaves bench` measures it beside PyTorch.
@@ -41,6 +42,9 @@ __all__ = [
 if typing.TYPE_CHECKING:
     from eaves import hf as hf
     from eaves import jax as jax
+    from eaves import nemo_rl as nemo_rl
+    from eaves import prime_rl as prime_rl
+    from eaves import skyrl as skyrl
     from eaves import trl as trl
     from eaves import verl as verl
     from eaves.functional import (
@@ -72,7 +76,7 @@ else:
         if name == "__version__" and importlib.util.find_spec("torch") is None:
             return importlib.metadata.version("eaves")
         try:
-            if name in ("hf", "jax", "trl", "verl"):
+            if name in ("hf", "jax", "nemo_rl", "prime_rl", "skyrl", "trl", "verl"):
                 return importlib.import_module(f"eaves.{name}")
             if name in __all__:
                 functional = importlib.import_module("eaves.functional")
