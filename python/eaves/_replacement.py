@@ -8,13 +8,14 @@ import threading
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 
 class Door:
-    """A library that can train with eaves: `library` as Python imports it, `package` as pip installs it. It is known in
-    the release series `known`, "1.16" for instance: what another one passes and expects may differ."""
+    """A library that can train with eaves: `library` names eaves' module for it, of a Replacement also Python's, and
+    `package` is pip's name. It is known in the release series `known`, "1.16" for instance: what another one passes and
+    expects may differ."""
 
     def __init__(self, library: str, known: tuple[str, ...], *, package: str | None = None) -> None:
         self.library, self.known, self._package = library, known, package or library
@@ -103,17 +104,34 @@ class Replacement(Door):
         return all(_found(*place) is our for places, our in zip(self._functions, ours) for place in places)
 
     def _exchange(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> None:
-        changes = {id(before): after for before, after in zip(old, new) if before is not after}
+        pairs = [(before, after) for before, after in zip(old, new) if before is not after]
+        pairs += [(before.apply, after.apply) for before, after in pairs if hasattr(before, "apply")]
+        changes = {_identity(before): after for before, after in pairs}
         owners = [
             module
             for name, module in list(sys.modules.items())
-            if f"{name}.".startswith(f"{self.library}.") and isinstance(module, ModuleType)
+            if self._is_changed(name) and isinstance(module, ModuleType)
         ]
         owners += [_owner(*place) for places in self._functions for place in places if "." in place[1]]
         for owner in filter(None, owners):  # a class that was not imported is none
             for name, value in list(vars(owner).items()):
-                if id(value) in changes:
-                    setattr(owner, name, changes[id(value)])
+                if _identity(value) in changes:
+                    setattr(owner, name, changes[_identity(value)])
+
+    def _is_changed(self, module: str) -> bool:
+        return f"{module}.".startswith(f"{self.library}.")
+
+
+class ReplacementEverywhere(Replacement):
+    """Changes modules of every library that have imported one of the functions, or bound the `apply` of one."""
+
+    def _is_changed(self, module: str) -> bool:
+        return True
+
+
+def _identity(value: Any) -> object:
+    """Of a bound method its parts: each look at one makes another object."""
+    return (id(value.__self__), id(value.__func__)) if type(value) is MethodType else id(value)
 
 
 def _owner(module: str, name: str) -> Any:
@@ -146,6 +164,21 @@ class Installed:
 DOORS: dict[str, Door] = {
     door.library: door
     for door in (
+        ReplacementEverywhere(
+            "liger",
+            ("0.6", "0.7", "0.8"),
+            *(
+                ((f"liger_kernel.ops.{file}", name), ("liger_kernel.transformers.functional", name))
+                for file, name in (
+                    ("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"),
+                    ("cross_entropy", "LigerCrossEntropyFunction"),
+                    ("fused_linear_jsd", "LigerFusedLinearJSDFunction"),
+                )
+            ),
+            (("liger_kernel.chunked_loss.jsd_loss", "LigerFusedLinearJSDFunction"),),
+            (("liger_kernel.ops", "LigerFusedLinearScaledCrossEntropyFunction"),),  # from 0.8.2 on
+            package="liger-kernel",
+        ),
         Replacement(
             "megatron",
             ("0.18", "0.19"),
