@@ -10,6 +10,7 @@
     lrpe_cosine(x, theta, *, grid=None, extra_tokens=0, offset=0, positions=None, activation="none", ...)
     hf.patch(model, *, ...)    a causal language model of transformers
     jax    the operators for JAX
+    liger.install()    Liger's losses, behind every use_liger_kernel
     trl.install(), verl.install()    the trainers of TRL and verl
 
 CPU and CUDA tensors; autograd, torch.compile, torch.func and CUDA graphs work with them. `python -m eaves info` says
@@ -41,6 +42,7 @@ __all__ = [
 if typing.TYPE_CHECKING:
     from eaves import hf as hf
     from eaves import jax as jax
+    from eaves import liger as liger
     from eaves import trl as trl
     from eaves import verl as verl
     from eaves.functional import (
@@ -72,7 +74,7 @@ else:
         if name == "__version__" and importlib.util.find_spec("torch") is None:
             return importlib.metadata.version("eaves")
         try:
-            if name in ("hf", "jax", "trl", "verl"):
+            if name in ("hf", "jax", "liger", "trl", "verl"):
                 return importlib.import_module(f"eaves.{name}")
             if name in __all__:
                 functional = importlib.import_module("eaves.functional")

@@ -166,7 +166,7 @@ DOORS: dict[str, Door] = {
     for door in (
         ReplacementEverywhere(
             "liger",
-            ("0.6", "0.7", "0.8"),
+            ("0.6.5", "0.7", "0.8"),
             *(
                 ((f"liger_kernel.ops.{file}", name), ("liger_kernel.transformers.functional", name))
                 for file, name in (
