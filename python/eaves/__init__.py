@@ -10,6 +10,7 @@
     lrpe_cosine(x, theta, *, grid=None, extra_tokens=0, offset=0, positions=None, activation="none", ...)
     hf.patch(model, *, ...)    a causal language model of transformers
     jax    the operators for JAX
+    liger.install()    Liger's losses, behind every use_liger_kernel
     trl.install(), verl.install()    the trainers of TRL and verl
     nemo_rl.install(), prime_rl.install(), skyrl.install()    those of NeMo RL, prime-rl and SkyRL
 
@@ -42,6 +43,7 @@ __all__ = [
 if typing.TYPE_CHECKING:
     from eaves import hf as hf
     from eaves import jax as jax
+    from eaves import liger as liger
     from eaves import nemo_rl as nemo_rl
     from eaves import prime_rl as prime_rl
     from eaves import skyrl as skyrl
@@ -76,7 +78,7 @@ else:
         if name == "__version__" and importlib.util.find_spec("torch") is None:
             return importlib.metadata.version("eaves")
         try:
-            if name in ("hf", "jax", "nemo_rl", "prime_rl", "skyrl", "trl", "verl"):
+            if name in ("hf", "jax", "liger", "nemo_rl", "prime_rl", "skyrl", "trl", "verl"):
                 return importlib.import_module(f"eaves.{name}")
             if name in __all__:
                 functional = importlib.import_module("eaves.functional")

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 
@@ -141,17 +141,34 @@ class Replacement(Door):
         return all(_found(*place) is our for places, our in zip(self._functions, ours) for place in places)
 
     def _exchange(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> None:
-        changes = {id(before): after for before, after in zip(old, new) if before is not after}
+        pairs = [(before, after) for before, after in zip(old, new) if before is not after]
+        pairs += [(before.apply, after.apply) for before, after in pairs if hasattr(before, "apply")]
+        changes = {_identity(before): after for before, after in pairs}
         owners = [
             module
             for name, module in list(sys.modules.items())
-            if f"{name}.".startswith(f"{self.library}.") and isinstance(module, ModuleType)
+            if self._is_changed(name) and isinstance(module, ModuleType)
         ]
         owners += [_owner(*place) for places in self._functions for place in places if "." in place[1]]
         for owner in filter(None, owners):  # a class that was not imported is none
             for name, value in list(vars(owner).items()):
-                if id(value) in changes:
-                    setattr(owner, name, changes[id(value)])
+                if _identity(value) in changes:
+                    setattr(owner, name, changes[_identity(value)])
+
+    def _is_changed(self, module: str) -> bool:
+        return f"{module}.".startswith(f"{self.library}.")
+
+
+class ReplacementEverywhere(Replacement):
+    """Changes modules of every library that have imported one of the functions, or bound the `apply` of one."""
+
+    def _is_changed(self, module: str) -> bool:
+        return True
+
+
+def _identity(value: Any) -> object:
+    """Of a bound method its parts: each look at one makes another object."""
+    return (id(value.__self__), id(value.__func__)) if type(value) is MethodType else id(value)
 
 
 def _owner(module: str, name: str) -> Any:
@@ -235,6 +252,21 @@ DOORS: dict[str, Door] = {
         Module("fla", ("0.6",), "where eaves.fla was imported", package="fla-core"),
         Plugin("automodel", ("0.7",), "LinearCrossEntropy", package="nemo-automodel"),
         Plugin("torchtitan", ("0.3",), "fused_loss"),
+        ReplacementEverywhere(
+            "liger",
+            ("0.6.5", "0.7", "0.8"),
+            *(
+                ((f"liger_kernel.ops.{file}", name), ("liger_kernel.transformers.functional", name))
+                for file, name in (
+                    ("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"),
+                    ("cross_entropy", "LigerCrossEntropyFunction"),
+                    ("fused_linear_jsd", "LigerFusedLinearJSDFunction"),
+                )
+            ),
+            (("liger_kernel.chunked_loss.jsd_loss", "LigerFusedLinearJSDFunction"),),
+            (("liger_kernel.ops", "LigerFusedLinearScaledCrossEntropyFunction"),),  # from 0.8.2 on
+            package="liger-kernel",
+        ),
         Replacement(
             "megatron",
             ("0.18", "0.19"),
