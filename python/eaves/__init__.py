@@ -10,7 +10,11 @@
     lrpe_cosine(x, theta, *, grid=None, extra_tokens=0, offset=0, positions=None, activation="none", ...)
     hf.patch(model, *, ...)    a causal language model of transformers
     jax    the operators for JAX
+    torch.install()    torch.nn.LinearCrossEntropyLoss
+    levanter.cross_entropy    for Levanter's table of kernels, by eaves.jax
+    lm_eval.HFLM    lm-evaluation-harness' model of transformers
     trl.install(), verl.install()    the trainers of TRL and verl
+    sentence_transformers.MultipleNegativesRankingLoss    a loss of sentence-transformers
 
 CPU and CUDA tensors; autograd, torch.compile, torch.func and CUDA graphs work with them. `python -m eaves info` says
 what this installation can do, `python -m eaves bench` measures it beside PyTorch.
@@ -41,6 +45,10 @@ __all__ = [
 if typing.TYPE_CHECKING:
     from eaves import hf as hf
     from eaves import jax as jax
+    from eaves import levanter as levanter
+    from eaves import lm_eval as lm_eval
+    from eaves import sentence_transformers as sentence_transformers
+    from eaves import torch as torch
     from eaves import trl as trl
     from eaves import verl as verl
     from eaves.functional import (
@@ -72,7 +80,7 @@ else:
         if name == "__version__" and importlib.util.find_spec("torch") is None:
             return importlib.metadata.version("eaves")
         try:
-            if name in ("hf", "jax", "trl", "verl"):
+            if name in ("hf", "jax", "levanter", "lm_eval", "sentence_transformers", "torch", "trl", "verl"):
                 return importlib.import_module(f"eaves.{name}")
             if name in __all__:
                 functional = importlib.import_module("eaves.functional")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -148,6 +149,27 @@ def _found(module: str, name: str) -> Any:
     return getattr(_owner(module, name), name.split(".")[-1], None)
 
 
+class Plugin(Door):
+    """A library that makes objects of eaves itself, because its configuration names `target`, a class or function."""
+
+    def __init__(self, library: str, known: tuple[str, ...], target: str, *, package: str | None = None) -> None:
+        super().__init__(library, known, package=package)
+        self._target = target
+        self._made: weakref.WeakSet[object] = weakref.WeakSet()
+
+    @property
+    def turned_on(self) -> str:
+        return f"where the configuration names eaves.{self.library}.{self._target}"
+
+    def made(self, thing: object) -> None:
+        """Notes an object that the library calls from now on."""
+        self._made.add(thing)
+
+    def is_active(self) -> bool:
+        """Whether one of them is alive."""
+        return bool(self._made)
+
+
 class Installed:
     """What install() returns. As a context manager it makes the end of the block undo this install."""
 
@@ -170,12 +192,22 @@ DOORS: dict[str, Door] = {
     for door in (
         Module("axolotl", ("0.19",), "where the configuration names eaves.axolotl.EavesPlugin"),
         Module("fla", ("0.6",), "where eaves.fla was imported", package="fla-core"),
+        Module("lm_eval", ("0.4.13",), "where the model is an eaves.lm_eval.HFLM"),
+        Plugin("automodel", ("0.7",), "LinearCrossEntropy", package="nemo-automodel"),
+        Plugin("torchtitan", ("0.3",), "fused_loss"),
         Replacement(
             "megatron",
             ("0.18", "0.19"),
             (("megatron.core.models.gpt.gpt_model", "GPTModel.forward"),),
             package="megatron-core",
         ),
+        Module(
+            "sentence_transformers",
+            ("6.0", "6.1", "6.2"),
+            "where the loss is an eaves.sentence_transformers.MultipleNegativesRankingLoss",
+            package="sentence-transformers",
+        ),
+        Replacement("torch", ("2.13", "2.14"), (("torch.nn.functional", "linear_cross_entropy"),)),
         Replacement(
             "trl",
             ("1.16",),
@@ -194,4 +226,12 @@ DOORS: dict[str, Door] = {
 def replacement_of(library: str) -> Replacement:
     door = DOORS[library]
     assert isinstance(door, Replacement)
+    return door
+
+
+def plugin_of(library: str) -> Plugin:
+    """The library's line, of a version that is known."""
+    door = DOORS[library]
+    assert isinstance(door, Plugin)
+    door.check_version()
     return door
