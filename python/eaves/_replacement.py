@@ -267,12 +267,20 @@ DOORS: dict[str, Door] = {
             (("liger_kernel.ops", "LigerFusedLinearScaledCrossEntropyFunction"),),  # from 0.8.2 on
             package="liger-kernel",
         ),
+        Module("lm_eval", ("0.4.13",), "where the model is an eaves.lm_eval.HFLM"),
         Replacement(
             "megatron",
             ("0.18", "0.19"),
             (("megatron.core.models.gpt.gpt_model", "GPTModel.forward"),),
             package="megatron-core",
         ),
+        Module(
+            "sentence_transformers",
+            ("6.0", "6.1", "6.2"),
+            "where the loss is an eaves.sentence_transformers.MultipleNegativesRankingLoss",
+            package="sentence-transformers",
+        ),
+        Replacement("torch", ("2.13", "2.14"), (("torch.nn.functional", "linear_cross_entropy"),)),
         Replacement(
             "nemo_rl",
             ("0.6", "0.7"),
