@@ -78,6 +78,11 @@ else:
     # Neither PyTorch nor JAX is imported for the other: modules and operators are, when they are first asked for. With
     # PyTorch already there, its operators are registered at once, because a saved program may be about to call them.
 
+    _MODULES = (
+        "hf", "jax", "levanter", "liger", "lm_eval", "nemo_rl", "prime_rl", "sentence_transformers", "skyrl",
+        "torch", "trl", "verl",
+    )  # fmt: skip
+
     def __getattr__(name: str) -> typing.Any:
         import importlib.metadata
         import importlib.util
@@ -85,7 +90,7 @@ else:
         if name == "__version__" and importlib.util.find_spec("torch") is None:
             return importlib.metadata.version("eaves")
         try:
-            if name in ("hf", "jax", "levanter", "liger", "lm_eval", "nemo_rl", "prime_rl", "sentence_transformers", "skyrl", "torch", "trl", "verl"):
+            if name in _MODULES:
                 return importlib.import_module(f"eaves.{name}")
             if name in __all__:
                 functional = importlib.import_module("eaves.functional")
