@@ -10,7 +10,12 @@
     lrpe_cosine(x, theta, *, grid=None, extra_tokens=0, offset=0, positions=None, activation="none", ...)
     hf.patch(model, *, ...)    a language model of transformers; hf.install(), of every Trainer
     jax    the operators for JAX
-    trl.install(), verl.install()    the trainers of TRL and verl
+    levanter.cross_entropy    for Levanter's table of kernels, by eaves.jax
+    liger.install()    Liger's losses, behind every use_liger_kernel
+    lm_eval.HFLM    lm-evaluation-harness' model of transformers
+    nemo_rl.install(), prime_rl.install(), skyrl.install(), trl.install(), verl.install()    their trainers
+    sentence_transformers.MultipleNegativesRankingLoss    a loss of sentence-transformers
+    torch.install()    torch.nn.LinearCrossEntropyLoss
 
 CPU and CUDA tensors; autograd, torch.compile, torch.func and CUDA graphs work with them. `python -m eaves info` says
 what this installation can do, `python -m eaves bench` measures it beside PyTorch.
@@ -41,6 +46,14 @@ __all__ = [
 if typing.TYPE_CHECKING:
     from eaves import hf as hf
     from eaves import jax as jax
+    from eaves import levanter as levanter
+    from eaves import liger as liger
+    from eaves import lm_eval as lm_eval
+    from eaves import nemo_rl as nemo_rl
+    from eaves import prime_rl as prime_rl
+    from eaves import sentence_transformers as sentence_transformers
+    from eaves import skyrl as skyrl
+    from eaves import torch as torch
     from eaves import trl as trl
     from eaves import verl as verl
     from eaves.functional import (
@@ -65,6 +78,11 @@ else:
     # Neither PyTorch nor JAX is imported for the other: modules and operators are, when they are first asked for. With
     # PyTorch already there, its operators are registered at once, because a saved program may be about to call them.
 
+    _MODULES = (
+        "hf", "jax", "levanter", "liger", "lm_eval", "nemo_rl", "prime_rl", "sentence_transformers", "skyrl",
+        "torch", "trl", "verl",
+    )  # fmt: skip
+
     def __getattr__(name: str) -> typing.Any:
         import importlib.metadata
         import importlib.util
@@ -72,7 +90,7 @@ else:
         if name == "__version__" and importlib.util.find_spec("torch") is None:
             return importlib.metadata.version("eaves")
         try:
-            if name in ("hf", "jax", "trl", "verl"):
+            if name in _MODULES:
                 return importlib.import_module(f"eaves.{name}")
             if name in __all__:
                 functional = importlib.import_module("eaves.functional")

@@ -167,6 +167,7 @@ _PARAMETERS = (
     ("num_items_in_batch", "normalizer"),
     ("sample_weight", "row_weight"),
     ("loss_mask", "row_weight"),
+    ("mask", "row_weight"),
     ("accum_dtype", "grad_weight_dtype"),
     ("accum_dtype", "grad_head_dtype"),
     ("accum_c_fp32", "grad_weight_dtype=torch.float32"),
@@ -235,6 +236,10 @@ def _hint(name: str, value: object, function: Callable[..., object]) -> str:
         return "; pass the rows without the last and their classes without the first"
     if name == "filter_eps":
         return "; leave it out: no gradient is dropped"
+    if name == "accum_e_fp32":
+        return "; leave it out: the rows' gradient is summed in float32"
+    if name in ("mask", "loss_mask") and "tokens" in parameters:
+        return "; pass -100 in tokens for rows that do not count"
     for other, parameter in _PARAMETERS:
         if other == name and re.split("[,=]", parameter)[0] in parameters:
             return f"; pass {_TEMPERATURE if name == 'temperature' else parameter}"

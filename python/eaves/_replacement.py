@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 import weakref
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 
@@ -28,9 +29,13 @@ class Door:
         except PackageNotFoundError:
             return None
 
-    def is_known(self) -> bool:
+    def series(self) -> str | None:
+        """The known release series of the installed library; None if it has none."""
         found = self.version()
-        return found is not None and any(f"{found}.".startswith(f"{series}.") for series in self.known)
+        return next((series for series in self.known if f"{found}.".startswith(f"{series}.")), None)
+
+    def is_known(self) -> bool:
+        return self.series() is not None
 
     @property
     def turned_on(self) -> str:
@@ -68,15 +73,24 @@ class Module(Door):
         return module is not None and bool(module.is_active())
 
 
+Places = tuple[tuple[str, str], ...]  # (module, name)
+
+
 class Replacement(Door):
     """Functions of a library. For each, `functions` has places (module, name): where it is defined, and where it is
-    called; a name may be one in a class, "Trainer.compute_loss"."""
+    called; a name may be one in a class, "Trainer.compute_loss". If release series have different functions, `known`
+    is a dict: the functions of each series."""
 
     def __init__(
-        self, library: str, known: tuple[str, ...], *functions: tuple[tuple[str, str], ...], package: str | None = None
+        self,
+        library: str,
+        known: tuple[str, ...] | dict[str, tuple[Places, ...]],
+        *functions: Places,
+        package: str | None = None,
     ) -> None:
-        super().__init__(library, known, package=package)
-        self._functions = functions
+        super().__init__(library, tuple(known), package=package)
+        self._functions_of = known if isinstance(known, dict) else dict.fromkeys(known, functions)
+        self._functions: tuple[Places, ...] = ()
         self._theirs: tuple[Any, ...] = ()
         self._installed: list[Installed] = []  # the last is in place
         self._lock = threading.RLock()
@@ -91,6 +105,7 @@ class Replacement(Door):
         returns ours."""
         self.check_version()
         with self._lock:
+            self._functions = self._functions_of[self.series() or ""]
             for places in self._functions:
                 for module, _ in places:
                     import_module(module)
@@ -126,17 +141,34 @@ class Replacement(Door):
         return all(_found(*place) is our for places, our in zip(self._functions, ours) for place in places)
 
     def _exchange(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> None:
-        changes = {id(before): after for before, after in zip(old, new) if before is not after}
+        pairs = [(before, after) for before, after in zip(old, new) if before is not after]
+        pairs += [(before.apply, after.apply) for before, after in pairs if hasattr(before, "apply")]
+        changes = {_identity(before): after for before, after in pairs}
         owners = [
             module
             for name, module in list(sys.modules.items())
-            if f"{name}.".startswith(f"{self.library}.") and isinstance(module, ModuleType)
+            if self._is_changed(name) and isinstance(module, ModuleType)
         ]
         owners += [_owner(*place) for places in self._functions for place in places if "." in place[1]]
         for owner in filter(None, owners):  # a class that was not imported is none
             for name, value in list(vars(owner).items()):
-                if id(value) in changes:
-                    setattr(owner, name, changes[id(value)])
+                if _identity(value) in changes:
+                    setattr(owner, name, changes[_identity(value)])
+
+    def _is_changed(self, module: str) -> bool:
+        return f"{module}.".startswith(f"{self.library}.")
+
+
+class ReplacementEverywhere(Replacement):
+    """Changes modules of every library that have imported one of the functions, or bound the `apply` of one."""
+
+    def _is_changed(self, module: str) -> bool:
+        return True
+
+
+def _identity(value: Any) -> object:
+    """Of a bound method its parts: each look at one makes another object."""
+    return (id(value.__self__), id(value.__func__)) if type(value) is MethodType else id(value)
 
 
 def _owner(module: str, name: str) -> Any:
@@ -170,6 +202,19 @@ class Plugin(Door):
         return bool(self._made)
 
 
+def called_like(theirs: Callable[..., Any], ours: Callable[[dict[str, Any]], Any], *first: None) -> Callable[..., Any]:
+    """A function that is called like theirs without its arguments `first`, a Function's ctx. Ours gets the arguments by
+    theirs' names, because versions of a library differ in their order."""
+    signature = inspect.signature(theirs)
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        bound = signature.bind(*first, *arguments, **keywords)
+        bound.apply_defaults()
+        return ours(dict(bound.arguments))
+
+    return call
+
+
 class Installed:
     """What install() returns. As a context manager it makes the end of the block undo this install."""
 
@@ -185,6 +230,19 @@ class Installed:
         self._replacement.uninstall(self)
 
 
+_TRL_LOG_PROBS: Places = (("trl.trainer.utils", "_ChunkedLogProbFunction"),)
+_TRL_SFT: Places = (("trl.trainer.sft_trainer", "_chunked_cross_entropy_loss"),)
+_TRL_DISTILLATION: Places = (("trl.trainer.distillation_trainer", "_chunked_divergence_loss"),)
+_TRL_GKD: Places = (("trl.experimental.gkd.gkd_trainer", "GKDTrainer.compute_loss"),)
+_TRL = {
+    "1.9": (_TRL_LOG_PROBS, _TRL_SFT, _TRL_GKD),
+    **dict.fromkeys(("1.10", "1.11", "1.12", "1.13", "1.14"), (_TRL_LOG_PROBS, _TRL_SFT, _TRL_DISTILLATION, _TRL_GKD)),
+    **dict.fromkeys(
+        ("1.15", "1.16"),
+        ((("trl.kernels.chunked_logprob", "ChunkedLogProbFunction"), *_TRL_LOG_PROBS), _TRL_DISTILLATION, _TRL_GKD),
+    ),
+}
+
 # Each library once: the versions that are known, and where the functions lie. eaves' own functions are in the module of
 # the library's name. `python -m eaves info` prints the table.
 DOORS: dict[str, Door] = {
@@ -194,6 +252,22 @@ DOORS: dict[str, Door] = {
         Module("fla", ("0.6",), "where eaves.fla was imported", package="fla-core"),
         Plugin("automodel", ("0.7",), "LinearCrossEntropy", package="nemo-automodel"),
         Plugin("torchtitan", ("0.3",), "fused_loss"),
+        ReplacementEverywhere(
+            "liger",
+            ("0.6.5", "0.7", "0.8"),
+            *(
+                ((f"liger_kernel.ops.{file}", name), ("liger_kernel.transformers.functional", name))
+                for file, name in (
+                    ("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"),
+                    ("cross_entropy", "LigerCrossEntropyFunction"),
+                    ("fused_linear_jsd", "LigerFusedLinearJSDFunction"),
+                )
+            ),
+            (("liger_kernel.chunked_loss.jsd_loss", "LigerFusedLinearJSDFunction"),),
+            (("liger_kernel.ops", "LigerFusedLinearScaledCrossEntropyFunction"),),  # from 0.8.2 on
+            package="liger-kernel",
+        ),
+        Module("lm_eval", ("0.4.13",), "where the model is an eaves.lm_eval.HFLM"),
         Replacement(
             "hf",
             ("4.57", "5"),
@@ -208,16 +282,32 @@ DOORS: dict[str, Door] = {
             (("megatron.core.models.gpt.gpt_model", "GPTModel.forward"),),
             package="megatron-core",
         ),
-        Replacement(
-            "trl",
-            ("1.16",),
-            (
-                ("trl.kernels.chunked_logprob", "ChunkedLogProbFunction"),
-                ("trl.trainer.utils", "_ChunkedLogProbFunction"),
-            ),
-            (("trl.kernels.chunked_divergence", "ChunkedDivergenceFunction"),),
-            (("trl.experimental.gkd.gkd_trainer", "GKDTrainer.compute_loss"),),
+        Module(
+            "sentence_transformers",
+            ("6.0", "6.1", "6.2"),
+            "where the loss is an eaves.sentence_transformers.MultipleNegativesRankingLoss",
+            package="sentence-transformers",
         ),
+        Replacement("torch", ("2.13", "2.14"), (("torch.nn.functional", "linear_cross_entropy"),)),
+        Replacement(
+            "nemo_rl",
+            ("0.6", "0.7"),
+            (("nemo_rl.distributed.model_utils", "ChunkedDistributedHiddenStatesToLogprobs"),),
+            package="nemo-rl",
+        ),
+        Replacement(
+            "prime_rl",
+            ("0.7", "0.8"),
+            (("prime_rl.trainer.models.layers.lm_head", "_SequenceChunkedLogProbEntropyFn"),),
+            (("prime_rl.trainer.models.layers.lm_head_gemma", "_GemmaChunkedLogProbEntropyFn"),),
+            package="prime-rl",
+        ),
+        Replacement(
+            "skyrl",
+            ("0.3",),
+            (("skyrl.backends.skyrl_train.distributed.megatron.model_utils", "_fused_lm_head_logprob_apply"),),
+        ),
+        Replacement("trl", _TRL),
         Replacement("verl", ("0.9",), (("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"),)),
     )
 }

@@ -4,10 +4,10 @@
     eaves.trl.uninstall()         as it was
     with eaves.trl.install():     both
 
-Three functions of TRL are replaced. SFT, DPO, KTO, GRPO and RLOO take their log-probabilities from
-ChunkedLogProbFunction, DistillationTrainer its divergences from ChunkedDivergenceFunction. GKDTrainer computes its loss
-in a method (hf/distillation.py). `eaves.trl.is_active()` says whether all are replaced, and `python -m eaves info`
-whether this TRL is known.
+Functions of TRL are replaced, by version (_replacement.py): log-probabilities (ChunkedLogProbFunction), up to 1.14 the
+loss of SFTTrainer, from 1.10 on the divergence of DistillationTrainer, and the method of GKDTrainer that computes its
+loss (hf/distillation.py). docs/trainers.md lists the trainers that call them. `eaves.trl.is_active()` says whether all
+are replaced, and `python -m eaves info` whether this TRL is known.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import sys
 import warnings
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eaves._calls.log_prob import tempered
-from eaves._replacement import Installed, replacement_of
+from eaves._replacement import Installed, called_like, replacement_of
+from eaves._torch.checks import accumulator_dtype
 from eaves._torch.head import check_algorithm
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
 from eaves.functional.linear_kl_div import linear_kl_div
@@ -43,22 +44,24 @@ replacement = replacement_of("trl")
 def install(
     *, algorithm: str = "speed", workspace_bytes: int | None = None, keep_bytes: int | None = None
 ) -> Installed:
-    """Lets TRL's trainers compute log-probabilities, entropies, divergences and their metrics with eaves.
+    """Lets TRL's trainers compute log-probabilities, entropies, losses, divergences and their metrics with eaves.
 
-    Log-probabilities, entropies and gradients are those of TRL's function, from the product's float32 sums; the
-    gradient of the head is added up in float32. Metrics take no product of their own. Of a 16-bit head that is cast to
-    float32 (cast_lm_head_to_fp32) the copy is kept until the backward.
+    Results and gradients are those of TRL's functions, from the product's float32 sums; the gradient of the head is
+    added up in float32. Metrics take no product of their own. Of a 16-bit head that is cast to float32
+    (cast_lm_head_to_fp32) the copy is kept until the backward. The entropy beside log-probabilities has a gradient,
+    which TRL drops up to 1.12.
     TRL's `chunk_size` is not read: `workspace_bytes` says how much is computed at once.
 
     DistillationTrainer takes four products on a GPU, three with a frozen head (LoRA); TRL's own function computes both
     logits two to three times. GKDTrainer does not hold the logits of either model. It keeps TRL's own loss if a head is
-    no plain torch.nn.Linear, under DeepSpeed, FSDP of version 1, DDP with find_unused_parameters and torch.compile, and
-    in an evaluation with compute_metrics, which reads the logits.
+    no plain torch.nn.Linear, under DeepSpeed, FSDP of version 1, DDP with find_unused_parameters and torch.compile,
+    with Liger's loss (use_liger_kernel, up to 1.13), and in an evaluation with compute_metrics, which reads the logits.
 
     Args:
-        algorithm, keep_bytes: as in eaves.linear_cross_entropy, for log-probabilities. With "speed" a frozen head
-            (LoRA) takes two products instead of three; a gradient of the entropy, which TRL's trainers do not take, two
-            more. "keep" takes three where the head learns, in 4 bytes for each logit: TRL's metrics need all of a row.
+        algorithm, keep_bytes: as in eaves.linear_cross_entropy, for log-probabilities and the loss of SFT. With "speed"
+            a frozen head (LoRA) takes two products instead of three; a gradient of the entropy, which TRL's trainers do
+            not take, two more. "keep" takes three where the head learns, in 4 bytes for each logit: TRL's metrics need
+            all of a row.
         workspace_bytes: as in eaves.linear_cross_entropy and eaves.linear_kl_div.
 
     Returns:
@@ -75,38 +78,65 @@ def install(
         with warnings.catch_warnings():  # TRL warns users of its experimental trainers
             warnings.simplefilter("ignore")
             import_module(_GKD)
-    return replacement.install(
-        lambda theirs: (
-            SimpleNamespace(apply=functools.partial(_apply, options)),
-            SimpleNamespace(apply=functools.partial(_divergence, workspace_bytes)),
-            gkd_loss(theirs[2], workspace_bytes),
-        )
-    )
+    return replacement.install(lambda theirs: tuple(_ours(each, options) for each in theirs))
 
 
 uninstall, is_active = replacement.uninstall, replacement.is_active
 
 
-# --------------------------------------------------------------------------------------------------- log-probabilities
+def _ours(theirs: Any, options: dict[str, Any]) -> Any:
+    """What takes the place of one function of TRL."""
+    name = theirs.__name__.lstrip("_")
+    if name == "ChunkedLogProbFunction":
+        return SimpleNamespace(apply=called_like(theirs.forward, functools.partial(_log_probs, options), None))
+    if name == "chunked_cross_entropy_loss":
+        return called_like(theirs, functools.partial(_cross_entropy, options))
+    if name == "chunked_divergence_loss":
+        return called_like(theirs, functools.partial(_divergence, options["workspace_bytes"]))
+    assert name == "compute_loss"
+    return gkd_loss(theirs, options["workspace_bytes"])
 
 
-class _Call(NamedTuple):
-    """The arguments of ChunkedLogProbFunction.apply of TRL 1.16."""
+def _log_probs(options: dict[str, Any], given: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """As ChunkedLogProbFunction.apply: hidden [N, D], weight [V, D], bias [V] or None (from 1.13 on), targets [N]. The
+    log-probabilities and entropies; from 1.15 on all outputs, and what `outputs` does not name is None."""
+    hidden = given["hidden" if "hidden" in given else "last_hidden"]
+    targets, names = given["targets"], [name for name in _OUTPUTS if name in given.get("outputs", ("entropy",))]
+    scale, softcap = tempered("eaves.trl", given["temperature"], given["logit_scale"], given["final_logit_softcapping"])
+    out: Any = _product(
+        hidden, given["weight"], given.get("bias"), targets, reduction="none", scale=scale, softcap=softcap,
+        outputs=tuple(_OUTPUTS[name] for name in names), **options,
+    )  # fmt: skip
+    loss, *others = out if names else (out,)
+    found = dict(zip(names, others))
+    if "log_sum_sq_probs" in found:
+        found["log_sum_sq_probs"] = found["log_sum_sq_probs"].log()
+    if "is_top1" in found:
+        found["is_top1"] = found["is_top1"] == targets
+    if "outputs" not in given:
+        return 0 - loss, found["entropy"]
+    return 0 - loss, *map(found.get, _OUTPUTS)
 
-    hidden: Tensor  # [N, D]
-    weight: Tensor  # [V, D]
-    bias: Tensor | None  # [V]
-    targets: Tensor  # [N]
-    temperature: float
-    chunk_size: int
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+def _cross_entropy(options: dict[str, Any], given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As _chunked_cross_entropy_loss: hidden_states [B, S, D], labels or shift_labels [B, S]. The loss, the number of
+    right tokens, the sum of entropies, and the number of tokens that count."""
+    hidden, labels = given["hidden_states"], given["shift_labels"]
+    if labels is None:
+        if given["labels"] is None:
+            raise ValueError("eaves.trl: neither labels nor shift_labels are given, expected one of them")
+        hidden, labels = hidden[..., :-1, :], given["labels"][..., 1:]
+    counts = labels != -100
+    out: Any = _product(
+        hidden, given["lm_head_weight"], given["lm_head_bias"], labels, scale=given["logit_scale"],
+        softcap=given["final_logit_softcapping"], outputs=("argmax", "entropy"), skip_ignored=True,
+        normalizer=_divisor(given, counts), **options,
+    )  # fmt: skip
+    return out.loss, (out.argmax == labels).sum().float(), out.entropy.detach().sum(), counts.sum()
 
 
-def _apply(options: dict[str, Any], *arguments: Any) -> tuple[Tensor | None, ...]:
-    """As ChunkedLogProbFunction.apply: the log-probabilities and all outputs; what `outputs` does not name is None."""
-    hidden, weight, bias, targets, temperature, _, final_softcap, logit_scale, outputs = _Call(*arguments)
+def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, **options: Any) -> Any:
+    """linear_cross_entropy in the dtype of hidden, whatever that of the head."""
     _refuse_zero3(weight)
     product: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if not torch.is_autocast_enabled(hidden.device.type) and weight.dtype != hidden.dtype:
@@ -115,23 +145,10 @@ def _apply(options: dict[str, Any], *arguments: Any) -> tuple[Tensor | None, ...
             product = torch.autocast(hidden.device.type, hidden.dtype)
         else:
             weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-    scale, softcap = tempered("eaves.trl", temperature, logit_scale, final_softcap)
-    assert scale is not None
-    names = [name for name in _OUTPUTS if name in outputs]  # TRL names log_probs too
     with product:
-        out: Any = linear_cross_entropy(
-            hidden, weight, targets, linear_bias=bias, reduction="none", scale=scale, softcap=softcap,
-            outputs=tuple(_OUTPUTS[name] for name in names),
-            grad_weight_dtype=None if hidden.dtype == torch.float64 else torch.float32, **options,
-        )  # fmt: skip
-    loss, *others = out if names else (out,)
-    found = dict(zip(names, others))
-    if "log_sum_sq_probs" in found:
-        found["log_sum_sq_probs"] = found["log_sum_sq_probs"].log()
-    if "is_top1" in found:
-        found["is_top1"] = found["is_top1"] == targets
-    entropy, log_sum_sq_probs, mean_logits, is_top1 = map(found.get, _OUTPUTS)
-    return 0 - loss, entropy, log_sum_sq_probs, mean_logits, is_top1
+        return linear_cross_entropy(
+            hidden, weight, targets, linear_bias=bias, grad_weight_dtype=accumulator_dtype(hidden.dtype), **options
+        )
 
 
 def _refuse_zero3(weight: Tensor) -> None:
@@ -142,65 +159,33 @@ def _refuse_zero3(weight: Tensor) -> None:
         )
 
 
-# --------------------------------------------------------------------------------------------------------- divergences
+def _divisor(given: dict[str, Any], counts: Tensor) -> Tensor | float:
+    """Of the loss: num_items_in_batch, or how many rows count; 1 if none does."""
+    number = given["num_items_in_batch"]
+    if number is None:
+        return counts.sum().clamp(min=1)
+    return number.to(counts.device) if isinstance(number, Tensor) else float(number)
 
 
-class _DivergenceCall(NamedTuple):
-    """The arguments of ChunkedDivergenceFunction.apply of TRL 1.16."""
-
-    hidden: Tensor  # [N, D]
-    weight: Tensor  # [V, D]
-    bias: Tensor | None  # [V]
-    teacher_hidden: Tensor  # [N, E]
-    teacher_weight: Tensor  # [V, E]
-    teacher_bias: Tensor | None  # [V]
-    beta: float
-    temperature: float = 1.0
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    teacher_logit_scale: float = 1.0
-    teacher_softcap: float | None = None
-
-
-def _divergence(workspace_bytes: int | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """As ChunkedDivergenceFunction.apply: the divergence of each row and the student's entropy, without a gradient."""
-    call = _DivergenceCall(*arguments)
-    _refuse_zero3(call.weight)
-    _refuse_zero3(call.teacher_weight)
+def _divergence(workspace_bytes: int | None, given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """As _chunked_divergence_loss: hidden states of student and teacher [B, K, D], completion_mask [B, K]. The loss,
+    the sum of the student's entropies, without a gradient, and the number of rows that count."""
+    counts = given["completion_mask"] != 0
+    heads = [_of_model(given, name) for name in ("student", "teacher")]
+    (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias) = heads
     out = linear_kl_div(
-        call.hidden, call.weight.to(call.hidden.dtype), call.teacher_hidden,
-        call.teacher_weight.to(call.teacher_hidden.dtype), bias=_of_head(call.bias, call.hidden),
-        teacher_bias=_of_head(call.teacher_bias, call.teacher_hidden), divergence="jsd", beta=call.beta,
-        temperature=call.temperature, scale=call.logit_scale, softcap=call.softcap,
-        teacher_scale=call.teacher_logit_scale, teacher_softcap=call.teacher_softcap,
-        reduction="sum" if _adds_up(call.hidden) else "none", outputs=("divergence", "entropy"),
-        workspace_bytes=workspace_bytes,
+        hidden, weight, teacher_hidden, teacher_weight, bias=bias, teacher_bias=teacher_bias,
+        targets=torch.where(counts, 0, -100), skip_ignored=True, normalizer=_divisor(given, counts), divergence="jsd",
+        beta=given["beta"], temperature=given["temperature"], scale=given["student_logit_scale"],
+        softcap=given["student_final_logit_softcapping"], teacher_scale=given["teacher_logit_scale"],
+        teacher_softcap=given["teacher_final_logit_softcapping"], outputs="entropy", workspace_bytes=workspace_bytes,
     )  # fmt: skip
-    if not _adds_up(call.hidden):
-        return out.loss, out.entropy.detach()
-    rows: Tensor = _RowsOfSum.apply(out.loss, out.divergence)  # type: ignore[no-untyped-call]
-    return rows, out.entropy.detach()
+    return out.loss, out.entropy.detach().sum(), counts.sum()
 
 
-def _adds_up(hidden: Tensor) -> bool:
-    """Whether TRL adds up the rows as they are. Without Triton it passes all rows, and masks some of the results."""
-    return hidden.is_cuda
-
-
-def _of_head(bias: Tensor | None, hidden: Tensor) -> Tensor | None:
-    return None if bias is None else bias.to(hidden.dtype)
-
-
-class _RowsOfSum(torch.autograd.Function):
-    """A sum and its rows -> the rows. If all rows have the same upstream gradient, because they are added up, it is one
-    of the sum, and the sum's gradients are computed already."""
-
-    @staticmethod
-    def forward(ctx: Any, total: Tensor, rows: Tensor) -> Tensor:
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        if upstream.numel() and upstream.stride() == (0,):
-            return upstream[0], None
-        return None, upstream
+def _of_model(given: dict[str, Any], name: str) -> list[Any]:
+    """Hidden states, head and bias of student or teacher, whole and in one dtype."""
+    hidden, head = given[f"{name}_hidden_states"], [given[f"{name}_lm_head_{each}"] for each in ("weight", "bias")]
+    _refuse_zero3(head[0])
+    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in head]
+    return [hidden, *(None if each is None else each.to(hidden.dtype) for each in whole)]

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,81 +31,87 @@ def as_before() -> Iterator[None]:
     eaves.trl.uninstall()
 
 
-def apply(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """As DistillationTrainer calls it."""
-    from trl.kernels import chunked_divergence
+# ------------------------------------------------------------------------------------------------------- the function
 
-    result: tuple[Tensor, Tensor] = chunked_divergence.ChunkedDivergenceFunction.apply(*arguments)
+COUNTS = torch.tensor([True, False, True, True, True, False, True, True, True] * 4 + [False])
+
+
+def loss_of(student: list[Any], teacher: list[Any], **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """As DistillationTrainer calls it: hidden states [1, N, D], heads and biases of both, and the rest by name."""
+    module = pytest.importorskip("trl.trainer.distillation_trainer", reason="from TRL 1.10 on")
+    chunk = {} if version("trl") >= "1.15" else {"chunk_size": 16}
+    (hidden, head, bias), (teacher_hidden, teacher_head, teacher_bias) = student, teacher
+    options.setdefault("completion_mask", COUNTS[: len(hidden)].to(hidden.device))
+    options["completion_mask"] = options["completion_mask"].unsqueeze(0)
+    result: tuple[Tensor, Tensor, Tensor] = module._chunked_divergence_loss(
+        hidden.unsqueeze(0), teacher_hidden.unsqueeze(0), head, teacher_head, student_lm_head_bias=bias,
+        teacher_lm_head_bias=teacher_bias, **{"beta": 0.5} | chunk | options,
+    )  # fmt: skip
     return result
 
 
-# ------------------------------------------------------------------------------------------------------- the function
-
-
-@pytest.fixture(params=[False, True])
-def adds_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the rows are taken for those of a sum, as on a GPU."""
-    monkeypatch.setattr(eaves.trl, "_adds_up", lambda hidden: request.param)
-    return bool(request.param)
-
-
-def step(student: list[Tensor], rest: tuple[Any, ...], is_summed: bool) -> tuple[Tensor, ...]:
-    """Divergences, entropies, and the gradients of hidden states and head."""
-    student = [each.detach().clone().requires_grad_(each.requires_grad) for each in student]
-    divergence, entropy = apply(*student, *rest)
-    assert not entropy.requires_grad
-    upstream = torch.linspace(-1, 2, len(divergence), device=divergence.device)
-    (divergence.sum() / 7 if is_summed else (divergence * upstream).sum()).backward()
-    return divergence.detach(), entropy, *[tensor.grad for tensor in student if tensor.grad is not None]
+def step(student: list[Any], teacher: list[Any], **options: Any) -> tuple[Tensor, ...]:
+    """Loss, entropies, the number of rows, and the gradients of hidden states, head and bias."""
+    leaves = [each if each is None else each.detach().clone().requires_grad_(each.requires_grad) for each in student]
+    loss, entropy, count = loss_of(leaves, teacher, **options)
+    (loss * 1.5).backward()
+    gradients = [each.grad for each in leaves if each is not None and each.grad is not None]
+    return loss.detach(), entropy.detach(), count, *gradients
 
 
 @each("dtype", (torch.float32, torch.bfloat16))
-def test_trl_gets_the_divergences_of_its_own_function(dtype: torch.dtype, device: torch.device, adds_up: bool) -> None:
-    for beta, temperature, scale, softcap, has_bias, is_frozen, is_summed in pairwise(
-        (0.0, 0.3, 1.0), (1.0, 0.7), (1.0, 0.25), (None, 3.0), (False, True), (False, True), (False, True)
+def test_trl_gets_the_divergence_of_its_own_function(dtype: torch.dtype, device: torch.device) -> None:
+    for beta, temperature, scale, softcap, has_bias, is_frozen, number in pairwise(
+        (0.0, 0.3, 1.0), (1.0, 0.7), (1.0, 0.25), (None, 3.0), (False, True), (False, True), (None, 7, torch.tensor(7))
     ):
-        hidden, head, teacher_hidden, teacher_head = heads(dtype, device, (37,), classes=131)
+        hidden, head, *teacher = heads(dtype, device, (37,), classes=131)
         biases = [torch.linspace(-1, 1, 131, device=device).to(dtype) * sign if has_bias else None for sign in (1, -1)]
-        options = (beta, temperature, scale, softcap, 2 * scale, softcap)
-        rest = (biases[0], teacher_hidden, teacher_head, biases[1], *options)
-        student = [hidden.requires_grad_(), head.requires_grad_(not is_frozen)]
-        expected = step(student, rest, is_summed)
+        if biases[0] is not None:
+            biases[0].requires_grad_(not is_frozen)
+        call = ([hidden.requires_grad_(), head.requires_grad_(not is_frozen), biases[0]], [*teacher, biases[1]])
+        options = {
+            "beta": beta, "temperature": temperature, "student_logit_scale": scale, "num_items_in_batch": number,
+            "student_final_logit_softcapping": softcap, "teacher_logit_scale": 2 * scale,
+            "teacher_final_logit_softcapping": softcap,
+        }  # fmt: skip
+        expected = step(*call, **options)
         with eaves.trl.install():
-            found = step(student, rest, is_summed)
-        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+            found = step(*call, **options)
+        # Up to 1.15 theirs rounds logits to the dtype of hidden.
+        tolerance = 1e-4 if dtype == torch.float32 else 4e-2
+        assert found[2] == expected[2]
         for ours, theirs in zip(found[:2], expected[:2], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-        for ours, theirs in zip(found[2:], expected[2:], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+        for ours, theirs in zip(found[3:], expected[3:], strict=True):
             assert ours.dtype == theirs.dtype
             assert (ours.double() - theirs.double()).norm() <= tolerance * theirs.double().norm()
 
 
-def test_a_sum_of_rows_takes_four_products(device: torch.device, adds_up: bool) -> None:
-    def products(is_summed: bool, is_frozen: bool) -> int:
+def test_a_step_takes_four_products(device: torch.device) -> None:
+    def products(is_frozen: bool) -> int:
         hidden, head, *teacher = heads(torch.float32, device, (15,))
-        student = [hidden.requires_grad_(), head.requires_grad_(not is_frozen)]
+        student = [hidden.requires_grad_(), head.requires_grad_(not is_frozen), None]
         with eaves.trl.install(), Watching() as watching:
-            step(student, (None, *teacher, None, 0.5), is_summed)
+            step(student, [*teacher, None])
         return watching.products
 
-    assert [products(True, False), products(True, True), products(False, False)] == (
-        [4, 3, 8] if adds_up else [6, 5, 6]
-    )
+    assert [products(False), products(True)] == [4, 3]
 
 
 def test_no_rows_other_dtypes_and_a_head_in_pieces(any_device: torch.device) -> None:
     hidden, head, teacher_hidden, teacher_head = heads(torch.bfloat16, any_device, (5,))
+    nothing = torch.zeros(5, dtype=torch.bool, device=any_device)
     with eaves.trl.install():
-        found = apply(hidden[:0], head, None, teacher_hidden[:0], teacher_head, None, 0.0)
-        assert [each.shape for each in found] == [(0,), (0,)]
+        student, teacher = [hidden.requires_grad_(), head.requires_grad_(), None], [teacher_hidden, teacher_head, None]
+        loss, entropy, count, *gradients = step(student, teacher, completion_mask=nothing)
+        assert (loss, entropy, count) == (0, 0, 0) and len(gradients) == 2 and not any(each.any() for each in gradients)
         # The master copies of heads under mixed precision.
-        weight = head.float().requires_grad_()
-        divergence, _ = apply(hidden, weight, None, teacher_hidden.float(), teacher_head, None, 1.0)
-        divergence.sum().backward()
+        weight = head.detach().float().requires_grad_()
+        loss_of([hidden, weight, None], [teacher_hidden.float(), teacher_head, None], beta=1.0)[0].backward()
         assert weight.grad is not None and weight.grad.dtype == torch.float32 and weight.grad.any()
         teacher_head.ds_id = 3  # type: ignore[attr-defined]
         with pytest.raises(NotImplementedError, match="ZeRO-3"):
-            apply(hidden, head, None, teacher_hidden, teacher_head, None, 0.0)
+            loss_of(student, teacher)
 
 
 # --------------------------------------------------------------------------------------------------------- the trainers
@@ -265,8 +272,12 @@ def with_metrics(trainer: Any) -> None:
     trainer.compute_metrics = lambda prediction: {}
 
 
-@each("change", (hooked, quantised, with_metrics))
-def test_gkd_keeps_the_loss_of_trl_where_a_head_cannot_be_read(change: Any, tmp_path: Path) -> None:
+def with_liger(trainer: Any) -> None:
+    trainer.use_liger_gkd_loss = True  # of TRL up to 1.13, whose method asks for it
+
+
+@each("change", (hooked, quantised, with_metrics, with_liger))
+def test_gkd_keeps_the_loss_of_trl(change: Any, tmp_path: Path) -> None:
     trainer = gkd(tmp_path, None, "llama")
     change(trainer)
     (expected, outputs), exact = compute_loss(trainer, return_outputs=True)

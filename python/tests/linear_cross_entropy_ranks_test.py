@@ -424,6 +424,22 @@ def logits_far_from_zero_keep_their_gradient(group: distributed.ProcessGroup) ->
     assert ((bias.grad - wide.grad[own]).abs() <= 4e-6 * wide.grad[own].abs()).all()
 
 
-@each("function", (a_dtensor_says_which_group, logits_far_from_zero_keep_their_gradient))
+def rows_may_lie_in_another_order(group: distributed.ProcessGroup) -> None:
+    x, head, target, part = problem_of(group)
+    x, target = x.view(4, 6, -1).transpose(0, 1), target.view(6, 4)
+    leaves = [x.detach().requires_grad_(), part.clone().requires_grad_()]
+    whole = [x.contiguous().requires_grad_(), head.clone().requires_grad_()]
+    for (hidden, weight), options in ((leaves, {"group": group}), (whole, {})):
+        loss = eaves.linear_cross_entropy(hidden, weight, target, reduction="none", **options)
+        loss.backward(upstream_of("loss", loss))
+    assert_agree(eaves.linear_cross_entropy(*leaves, target, reduction="none", group=group), loss)
+    assert_agree(leaves[0].grad, whole[0].grad)
+    assert_agree(leaves[1].grad, whole[1].grad[pieces(group.size())[group.rank()]])
+
+
+@each(
+    "function",
+    (a_dtensor_says_which_group, logits_far_from_zero_keep_their_gradient, rows_may_lie_in_another_order),
+)
 def test_on_each_rank_of_a_cpu(function: Callable[..., object], cpu_ranks: Ranks) -> None:
     cpu_ranks.run(function)

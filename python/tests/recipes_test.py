@@ -68,6 +68,15 @@ def test_the_recipe_runs(title: str, block: str, tmp_path: Path, request: pytest
         assert given["main_grad"].abs().sum() > 0
     if ".backward()" in block and "embedding" not in block:
         assert whole(given["body"].weight.grad).abs().sum() > 0
+    if title.startswith("Retrieval: doc") or "false_negatives" in given:
+        wanted, logits = given["own"], (given["queries"] @ given["texts"].T).double()
+        masked = given.get("false_negatives")
+        if masked is None:  # each document where it is first
+            masked = (given["ids"][:, None] == given["ids"]).triu(1).any(0)
+            assert masked.any()
+            wanted = given["first"][wanted]
+        expected = torch.nn.functional.cross_entropy(logits.masked_fill(masked, -math.inf), wanted)
+        torch.testing.assert_close(given["loss"].double(), expected, rtol=1e-6, atol=1e-6)
     if "ratio" in given:
         assert given["ratio"].shape == (2, 8) and (given["ratio"][:, :2] == 1).all()
 

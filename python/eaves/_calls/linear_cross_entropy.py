@@ -14,6 +14,7 @@ from torch import Tensor
 from eaves._algorithm import suits_speed_of
 from eaves._arguments import output_names, reduction_of
 from eaves._autograd.linear_cross_entropy import OP, Keep, Recompute, Speed, run_forward
+from eaves._calls.learned_scale import reads_value, with_learned_scale
 from eaves._parallel.agreement import agree_on_placements
 from eaves._parallel.dtensor import Local, local_classes, local_rows, local_targets, over_ranks, told_to_ranks
 from eaves._parallel.fully_shard import is_hook_of_fully_shard
@@ -86,7 +87,7 @@ class LinearCrossEntropyCall(NamedTuple):
     label_smoothing: float = 0
     options: object = None
     softcap: float | None = None
-    scale: float | None = None
+    scale: Tensor | float | None = None
     z_loss: float = 0
     row_weight: Tensor | None = None
     normalizer: Tensor | float | None = None
@@ -125,6 +126,13 @@ class LinearCrossEntropyCall(NamedTuple):
 def loss_of_head(call: LinearCrossEntropyCall) -> Tensor | CrossEntropyOutput:
     if isinstance(call.head, torch.nn.Linear):
         call = with_tensors_of_linear(call.op, call, "head", "bias")
+    if isinstance(call.scale, Tensor):
+        check_tensor(call.op, "hidden", call.hidden)
+        if call.bias is not None:
+            check_tensor(call.op, "bias", call.bias)
+        if torch.compiler.is_compiling() and reads_value(call):
+            return uncompiled(call.op, loss_of_head)(call)  # type: ignore[no-any-return]
+        call = with_learned_scale(call)
     if call.group is not None or is_distributed(call.head):
         return over_ranks(call, computed)
     return computed(call)
@@ -265,6 +273,7 @@ def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> tupl
         check_bool(op, "skip_ignored", skip_ignored)
     algorithm_of(op, algorithm)
     limit = 0 if workspace_bytes is None else limit_of(op, workspace_bytes)
+    assert not isinstance(scale, Tensor)  # see loss_of_head
     numbers, number_tensor = numbers_of(op, label_smoothing, scale, softcap, z_loss)
     may_smooth = number_tensor is not None or (numbers != () and numbers[0] != 0.0)
     wanted, names = 0, output_names(op, outputs, LOSS_OUTPUTS)

@@ -74,6 +74,8 @@ class _OfShard:
         self.rows_of_all, hidden = math.prod(_row_shape(given)), given.hidden
         if shard.sequence_parallel:
             hidden = all_gather(hidden, group_of(shard)).wait().flatten(0, 1)
+        elif hidden.dim() > 2:  # the extension's chunks follow memory, and statistics the order of targets
+            hidden = hidden.flatten(0, -2).view(hidden.shape)
         usable, targets = place.columns, given.targets
         bias, weight = (None if each is None else each[:usable] for each in (given.bias, given.class_weight))
         targets = targets[..., :usable] if targets.is_floating_point() else targets

@@ -128,6 +128,15 @@ def shard_of(group: object) -> Shard:
     return group if isinstance(group, Shard) else Shard(group)  # type: ignore[arg-type]  # with_agreement looks at it
 
 
+def shard_of_range(op: str, group: ProcessGroup, first: int, end: int, head: Tensor) -> Shard:
+    """The classes [first, end) of a rank, which are the rows of its piece of the head."""
+    if end - first != head.shape[0]:
+        raise NotImplementedError(
+            f"{op}: the classes of this rank are {first} to {end}, and its head has {head.shape[0]}: a padded piece"
+        )
+    return Shard(group, first)
+
+
 def shard_arguments(op: str, group: ProcessGroup, shard: Shard, classes: int | None) -> ShardArguments:
     """A Shard and the number of classes, checked."""
     _, first_class, sequence_parallel, reduce_input_grad, reduce_dtype = shard

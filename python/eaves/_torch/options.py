@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         reduction: str
         label_smoothing: float
         softcap: float | None
-        scale: float | None
         z_loss: float
 
 

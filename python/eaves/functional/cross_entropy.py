@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     class _ModuleKeywords(LossKeywords, total=False):
         ignore_index: int
+        scale: float | None
         inplace_backward: bool
         class_dim: int | None
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     class _ModuleKeywords(LossKeywords, total=False):
         ignore_index: int | None
+        scale: Tensor | float | None
         algorithm: str
         workspace_bytes: int | None
         keep_bytes: int | None
@@ -78,7 +79,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0,
     options: object = None,
     softcap: float | None = None,
-    scale: float | None = None,
+    scale: Tensor | float | None = None,
     z_loss: float = 0,
     row_weight: Tensor | None = None,
     normalizer: Tensor | float | None = None,
@@ -139,7 +140,10 @@ def linear_cross_entropy(
             follows from `workspace_bytes`.
         softcap: None, or a positive number that the logits are bounded by.
         scale: None, or a positive number that the logits are multiplied by, before the softcap. For a temperature T,
-            which divides after it, pass scale=1/T, and with a softcap of c softcap=c/T.
+            which divides after it, pass scale=1/T, and with a softcap of c softcap=c/T. A tensor of one element, on the
+            device of input, gets a gradient. If input has 16 bits, the call reads its value, and waits for a GPU; the
+            gradient is summed from that of input, which has 16 bits. Else the call multiplies input and linear_bias by
+            it, without a check and without waiting.
         z_loss: the weight of lse^2 in the loss; not negative.
         row_weight: r of eaves.cross_entropy, one number for each row: the shape of input without D. A row of weight 0
             (of a bool mask: False) does not count, as one that is ignored. With "sum" and "mean" the gradients stay

@@ -21,7 +21,7 @@ from eaves.hf.outputs import finished
 
 
 def gkd_loss(theirs: Callable[..., Any], workspace_bytes: int | None) -> Callable[..., Any]:
-    """GKDTrainer.compute_loss of TRL 1.16; `theirs`, its own, if eaves cannot read one of the heads."""
+    """GKDTrainer.compute_loss of TRL; `theirs`, its own, with Liger's loss or if eaves cannot read a head."""
 
     def compute_loss(
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -29,7 +29,8 @@ def gkd_loss(theirs: Callable[..., Any], workspace_bytes: int | None) -> Callabl
         models = model, self.teacher_model
         heads = [_head_of(each, self.accelerator) for each in models]
         needs_logits = return_outputs and self.compute_metrics is not None
-        if needs_logits or any(head is None for head in heads):
+        has_liger = getattr(self, "use_liger_gkd_loss", False)  # up to TRL 1.13
+        if needs_logits or has_liger or any(head is None for head in heads):
             return theirs(self, model, inputs, return_outputs, num_items_in_batch)
         self.teacher_model.eval()
         columns = {name: inputs[name] for name in ("input_ids", "attention_mask")}

@@ -1,0 +1,75 @@
+"""A scale of the logits that is a tensor and has a gradient.
+
+The gradient needs no kernel. For logits s (W x + b), ds = (<x, dx> + <b, db>) / s. A call in 16 bits passes the value
+of s on and divides by it; any other call takes s x and s b in the place of x and b, and reads no value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eaves._torch.checks import accumulator_dtype, check_beside, is_distributed, name_of, number_of
+from eaves._torch.options import RANGES, RESULT_DTYPES, shape_of
+
+
+class _Scaled(torch.autograd.Function):
+    """x, s -> s x; with the value of s, x, which the call multiplies by that value."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor, value: float | None) -> Tensor:
+        return x * scale if value is None else x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float | None], output: Tensor) -> None:
+        x, scale, ctx.value = inputs
+        ctx.save_for_backward(x, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, scale = ctx.saved_tensors
+        grad_x, grad_scale = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad * scale if ctx.value is None else grad
+        if ctx.needs_input_grad[1]:
+            # Rows that do not count may hold anything, NaN for instance.
+            products = (x.to(accumulator_dtype(x.dtype)) * grad).masked_fill(grad == 0, 0)
+            grad_scale = (products.sum() / (1 if ctx.value is None else ctx.value)).to(scale.dtype)
+        return grad_x, grad_scale, None
+
+
+def reads_value(call: Any) -> bool:
+    """Whether a call, whose scale is a tensor, needs its value: one that multiplies numbers of 16 bits, which s x would
+    round once more."""
+    return call.hidden.dtype in (torch.float16, torch.bfloat16)
+
+
+def with_learned_scale(call: Any) -> Any:
+    """The call of linear_cross_entropy, whose scale is a tensor, with a number or None in its place."""
+    op, hidden, bias, scale = call.op, call.hidden, call.bias, call.scale
+    if call.group is not None or is_distributed(call.head):
+        raise NotImplementedError(
+            f"{op}: scale is a tensor, expected a number over ranks; multiply input by a learned one"
+        )
+    check_beside(op, "scale", scale, "hidden", hidden)
+    if not scale.is_floating_point() or scale.numel() != 1:
+        found = f"shape {shape_of(scale)} and dtype {name_of(scale.dtype)}"
+        raise ValueError(f"{op}: scale has {found}, expected one floating-point number")
+    value, scale = None, scale.reshape(())
+    if reads_value(call):
+        if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                f"{op}: scale is a tensor, whose value a call in {name_of(hidden.dtype)} waits for, and a CUDA graph "
+                "cannot; pass input in float32, or multiply it by scale"
+            )
+        value = number_of(op, "scale", scale.item(), *RANGES["scale"])
+    elif bias is not None and bias.dtype in RESULT_DTYPES:
+        bias = bias.to(hidden.dtype)
+    hidden = _Scaled.apply(hidden, scale, value)  # type: ignore[no-untyped-call]
+    if bias is not None:
+        bias = _Scaled.apply(bias, scale, value)  # type: ignore[no-untyped-call]
+    return call._replace(hidden=hidden, bias=bias, scale=value)

@@ -1,0 +1,1 @@
+"""Modules whose import installs eaves in a library that can import a module by its name."""

@@ -1,0 +1,77 @@
+"""prime-rl with eaves.linear_log_prob in place of its fused head (`fused_lm_head_token_chunk_size`).
+
+    eaves.prime_rl.install()          in every process that trains
+    eaves.prime_rl.uninstall()        as it was
+    with eaves.prime_rl.install():    both
+
+`eaves.prime_rl.is_active()` says whether it is, and `python -m eaves info` whether this prime-rl is known.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from eaves._replacement import Installed, called_like, replacement_of
+from eaves._torch.checks import accumulator_dtype
+from eaves._torch.head import check_algorithm
+from eaves.functional.log_prob import linear_log_prob
+
+__all__ = ["install", "is_active", "uninstall"]
+
+replacement = replacement_of("prime_rl")
+
+
+def install(
+    *, algorithm: str = "speed", workspace_bytes: int | None = None, keep_bytes: int | None = None
+) -> Installed:
+    """Lets prime-rl compute log-probabilities and entropies with eaves.
+
+    Each token has a temperature. It divides the hidden states of its row, which are rounded to their dtype once more;
+    a temperature of 1 or another power of two rounds nothing. Logits are float32 sums of the product, which prime-rl
+    rounds to the dtype of the hidden states. A head with a soft cap (Gemma) divides its logits, and takes chunks of
+    PyTorch's products ("recompute", whatever `algorithm` is). The entropy has a gradient, which prime-rl refuses.
+    prime-rl's chunk size is not read: `workspace_bytes` says how much is computed at once.
+
+    Args:
+        algorithm, workspace_bytes, keep_bytes: as in eaves.linear_log_prob. With "speed" a frozen head (LoRA) takes two
+            products instead of three. "keep" takes three instead of four where the head learns, in 2 bytes for each
+            logit of a micro-batch.
+
+    Returns:
+        A context manager, whose end undoes it. A second install takes new options.
+
+    Raises:
+        ImportError: prime-rl is not installed, or cannot be imported.
+        RuntimeError: it is a version that eaves does not know, or somebody else has replaced one of the functions.
+        ValueError, TypeError: an option is none of eaves.linear_log_prob.
+    """
+    options = {"algorithm": algorithm, "workspace_bytes": workspace_bytes, "keep_bytes": keep_bytes}
+    check_algorithm("linear_log_prob", **options)
+    ours = functools.partial(_log_probs, options)
+    return replacement.install(
+        lambda theirs: tuple(SimpleNamespace(apply=called_like(each.forward, ours, None)) for each in theirs)
+    )
+
+
+uninstall, is_active = replacement.uninstall, replacement.is_active
+
+
+def _log_probs(options: dict[str, Any], given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """As _SequenceChunkedLogProbEntropyFn.apply: hidden [N, D], weight [V, D], labels and inv_temperature [N], and of
+    Gemma's a softcap. The log-probabilities and entropies, [N]."""
+    hidden, inverse, softcap = given["hidden"], given["inv_temperature"], given.get("softcap")
+    if softcap is None:
+        hidden = (hidden * inverse.unsqueeze(-1)).to(hidden.dtype)
+    else:  # the temperature is behind it
+        options = {
+            "workspace_bytes": options["workspace_bytes"], "softcap": softcap, "temperature": inverse.reciprocal()
+        }  # fmt: skip
+    out = linear_log_prob(
+        hidden, given["weight"], given["labels"], outputs="entropy",
+        grad_weight_dtype=accumulator_dtype(hidden.dtype), **options,
+    )  # fmt: skip
+    return out.log_prob, out.entropy

@@ -1,0 +1,69 @@
+"""PyTorch's own head with a loss, torch.nn.LinearCrossEntropyLoss and F.linear_cross_entropy, computed by eaves.
+
+    eaves.torch.install()           in every process that trains
+    eaves.torch.uninstall()         as it was
+    with eaves.torch.install():     both
+
+`eaves.torch.is_active()` says whether it is, and `python -m eaves info` whether this PyTorch is known.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eaves._replacement import Installed, replacement_of
+from eaves._torch.head import check_algorithm
+from eaves.functional.linear_cross_entropy import linear_cross_entropy
+
+__all__ = ["install", "is_active", "uninstall"]
+
+replacement = replacement_of("torch")
+
+
+def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep_bytes: int | None = None) -> Installed:
+    """Puts eaves.linear_cross_entropy in the place of torch.nn.functional.linear_cross_entropy, which the module calls.
+
+    The loss of 16 bits is float32, and the mean of no rows is 0. How much is computed at once follows from
+    `workspace_bytes`, not from the chunk sizes in `options`. Their acc_policy "accurate" or "balanced" sums the head's
+    gradient in float32. PyTorch's own function computes a K-dimensional loss, probabilities that require a gradient or
+    come with an ignore_index, and tensors on other devices than the CPU and CUDA GPUs.
+
+    Args:
+        algorithm, workspace_bytes, keep_bytes: as in eaves.linear_cross_entropy.
+
+    Returns:
+        A context manager, whose end undoes it. A second install takes new options.
+
+    Raises:
+        RuntimeError: this PyTorch is none that eaves knows, or somebody else has replaced the function.
+        ValueError, TypeError: an option is none of eaves.linear_cross_entropy.
+    """
+    options = {"algorithm": algorithm, "workspace_bytes": workspace_bytes, "keep_bytes": keep_bytes}
+    check_algorithm("linear_cross_entropy", **options)
+    return replacement.install(lambda theirs: (_ours(theirs[0], options),))
+
+
+uninstall, is_active = replacement.uninstall, replacement.is_active
+
+
+def _ours(theirs: Callable[..., Tensor], of_install: dict[str, Any]) -> Callable[..., Tensor]:
+    @functools.wraps(theirs)  # torch.compile asks the functions of torch.nn.functional for their names
+    def ours(input: Tensor, linear_weight: Tensor, target: Tensor, *, options: Any = None, **keywords: Any) -> Any:
+        is_ours = linear_weight.dim() == 2 and input.device.type in ("cpu", "cuda")
+        if target.is_floating_point() and (keywords.get("ignore_index") is not None or target.requires_grad):
+            is_ours = False
+        if not is_ours:
+            return theirs(input, linear_weight, target, options=options, **keywords)
+        is_wide = options is not None and options.acc_policy in ("accurate", "balanced")
+        if not is_wide or input.dtype not in (torch.float16, torch.bfloat16):
+            return linear_cross_entropy(input, linear_weight, target, options=options, **of_install, **keywords)
+        return linear_cross_entropy(
+            input, linear_weight, target, options=options, grad_weight_dtype=torch.float32, **of_install, **keywords
+        )
+
+    return ours
