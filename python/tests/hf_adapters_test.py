@@ -228,6 +228,21 @@ def test_trainer_gives_the_same_losses(name: str, tmp_path: Path) -> None:
     assert losses(eaves.hf.patch(adapted(tiny_model(architecture), **options))) == pytest.approx(expected, rel=0.02)
 
 
+def test_an_encoder_decoder_that_computes_its_own_loss_has_an_adapter() -> None:
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 16, "d_ff": 40, "num_layers": 1, "num_heads": 2}
+    torch.manual_seed(3)
+    configuration = transformers.T5Config(
+        **sizes, dropout_rate=0.0, decoder_start_token_id=0, tie_word_embeddings=False
+    )
+    model = adapted(transformers.T5ForConditionalGeneration(configuration), target_modules=["lm_head"])
+    expected = step(model)
+    eaves.hf.patch(model)
+    assert_same_step(without_logits(model), expected, FLOAT32_TOLERANCE)
+    with_logits = step(model, skip_logits=False)
+    assert torch.equal(with_logits.output.logits, expected.output.logits)
+    assert_same_step(with_logits, expected, FLOAT32_TOLERANCE)
+
+
 def test_gradients_are_asked_for_where_something_is_trained() -> None:
     def asked(model: Any) -> int:
         ((_, bits),) = gradients_asked_for(lambda: step(eaves.hf.patch(model)))
