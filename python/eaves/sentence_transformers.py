@@ -51,12 +51,10 @@ class MultipleNegativesRankingLoss(_losses.MultipleNegativesRankingLoss):  # typ
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor) -> Tensor:
         """Of embeddings [B, D] of queries, of their documents and of negatives; `labels` are not read."""
-        all_scores = self._all_scores()
-        if all_scores or len(embeddings) < 2:
-            if all_scores:
-                warnings.warn(
-                    f"eaves.sentence_transformers: {all_scores} needs all scores, which are kept", stacklevel=2
-                )
+        needing = self._needing_all_scores()
+        if needing or len(embeddings) < 2:
+            if needing:
+                warnings.warn(f"eaves.sentence_transformers: {needing} needs all scores, which are kept", stacklevel=2)
             loss: Tensor = super().compute_loss_from_embeddings(embeddings, labels)
             return loss
         if self.similarity_fct is not _util.dot_score:
