@@ -24,9 +24,9 @@ from operators import Operator, each_operator, leaves
 
 def modules() -> list[str]:
     """Every module of the package, but for the programs behind `python -m` and the libraries, which are no modules,
-    and those that extend a library that is not here."""
+    those that extend a library that is not here, and those whose import installs eaves in one."""
     found = pkgutil.walk_packages(eaves.__path__, "eaves.")
-    others = ("__main__", "libeaves", "eaves_torch", "eaves_jax")
+    others = ("__main__", "libeaves", "eaves_torch", "eaves_jax", "auto.verl")
     others += tuple(n for n, door in DOORS.items() if not isinstance(door, Replacement) and not door.is_known())
     return ["eaves", *(module.name for module in found if not module.name.endswith(others))]
 

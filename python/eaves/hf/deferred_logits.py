@@ -52,7 +52,7 @@ class DeferredLogits:
         self._tensor: Tensor | None = None
         self._version = 0
         self._kept: Tensor | None = None
-        self._is_flat = source is not None and source._is_flat
+        self._is_flat: bool = source is not None and source._is_flat
         self._class_bias: Tensor | None = None if source is None else source._class_bias
         # A loss of these logits, with the arguments of torch.nn.functional.cross_entropy; None: it has no such loss.
         self.cross_entropy: Callable[..., Tensor | None] | None = None if source is None else source.cross_entropy

@@ -88,7 +88,7 @@ def _make_output_class(original: Any) -> Any:
 
     def reduce(self: Any) -> Any:
         # Pickle looks classes up by name. Metrics that are no items come with the state. Nothing reads the logits.
-        _, _, *rest = OrderedDict.__reduce__(self)
+        rest = OrderedDict.__reduce__(self)[2:]
         return (
             _output_unpickled,
             (original, tuple(vars(self).get(name) for name in original.__dataclass_fields__)),
