@@ -177,7 +177,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-@each(("divergence", "classes", "options"), pairwise(DIVERGENCES, SIZES, OPTIONS), ids=str)
+@each(("divergence", "classes", "options"), pairwise(tuple(DIVERGENCES), SIZES, OPTIONS), ids=str)
 def test_statistics_and_gradients_are_those_of_the_formulas(
     divergence: str, classes: int, options: dict[str, Any], device: torch.device
 ) -> None:
