@@ -108,8 +108,8 @@ class HFLM(_huggingface.HFLM):  # type: ignore[misc]
         with torch.no_grad(), torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             if is_deferred:
                 out: Any = linear_cross_entropy(
-                    chosen, logits.head.weight, tokens, linear_bias=getattr(logits.head, "bias", head.bias),
-                    scale=logits.scale, softcap=logits.softcap, reduction="none", outputs="argmax",
+                    chosen, logits.head.weight, tokens, linear_bias=logits.bias, scale=logits.scale,
+                    softcap=logits.softcap, reduction="none", outputs="argmax",
                 )  # fmt: skip
             else:
                 out = cross_entropy(chosen, tokens, reduction="none", outputs="argmax")

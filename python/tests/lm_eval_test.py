@@ -79,6 +79,21 @@ def test_a_head_that_is_no_product_is_theirs() -> None:
     assert answers(eaves.lm_eval.HFLM, model) == answers(huggingface.HFLM, model)
 
 
+def test_a_bias_that_the_model_adds_counts() -> None:
+    model = tiny_model().eval()
+    bias, forward = torch.linspace(-3, 3, VOCABULARY), model.forward
+
+    def biased(*arguments: Any, **options: Any) -> Any:
+        outputs = forward(*arguments, **options)
+        outputs.logits = outputs.logits + bias
+        return outputs
+
+    model.forward = biased
+    found, expected = (answers(kind, model) for kind in (eaves.lm_eval.HFLM, huggingface.HFLM))
+    assert [log_prob for log_prob, _ in found] == pytest.approx([log_prob for log_prob, _ in expected], rel=1e-5)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
 def test_the_recipe_runs(tmp_path: Path) -> None:
     model = tiny_model().eval()
     found = run_recipe("lm-eval", model=model, tokenizer=tokenizer(), questions=[(words(3, 1), " w5"), ("w4", " w6")])
