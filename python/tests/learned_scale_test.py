@@ -102,6 +102,22 @@ def test_compiled_calls_have_the_same_numbers(dtype: torch.dtype, any_device: to
             torch.compile(eaves.linear_cross_entropy, backend="eager", fullgraph=True)(x, head, target, scale=scale)
 
 
+@each("strict", (False, True))
+def test_programs_have_a_scale_in_float32_alone(strict: bool) -> None:
+    criterion = eaves.LinearCrossEntropyLoss(scale=torch.nn.Parameter(torch.tensor(1.7)))
+    x, head, target, bias = problem((ROWS, FEATURES), CLASSES, torch.float32, "cpu")
+    program = torch.export.export(criterion, (x, head, target, bias), strict=strict).module()
+    gradients = []
+    for module in (program, criterion):
+        given = [each.clone().requires_grad_() for each in (x, bias)]
+        module(given[0], head, target, given[1]).backward()
+        gradients.append([each.grad for each in (*given, *module.parameters())])
+    assert len(gradients[0]) == 3
+    torch.testing.assert_close(*gradients)
+    with pytest.raises(Exception, match=r"scale is a tensor, whose value .* reads, and torch\.export"):
+        torch.export.export(criterion, (x.bfloat16(), head.bfloat16(), target), strict=strict)
+
+
 def test_torch_func_follows_a_scale(any_device: torch.device) -> None:
     x, head, target, _ = problem((3, ROWS, FEATURES), CLASSES, torch.float32, any_device)
     scales = torch.tensor([0.5, 1.0, 2.0], device=any_device)
@@ -134,10 +150,12 @@ def test_a_module_learns_its_scale() -> None:
     assert [name for name, each in criterion.named_parameters() if each.grad is not None] == ["scale"]
 
 
-def test_ranks_and_a_scale_of_0_are_refused() -> None:
+def test_ranks_integers_and_a_scale_of_0_are_refused() -> None:
     x, head, target, _ = problem((ROWS, FEATURES), CLASSES, torch.float32, "cpu")
     with pytest.raises(NotImplementedError, match="scale is a tensor, expected a number over ranks; multiply input"):
         eaves.linear_cross_entropy(x, head, target, scale=torch.ones(()), group=object())  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="linear_bias has dtype int64, expected float32"):
+        eaves.linear_cross_entropy(x, head, target, linear_bias=torch.arange(CLASSES), scale=torch.ones(()))
     with pytest.raises(ValueError, match=r"scale is 0\.0, expected a positive number"):
         eaves.linear_cross_entropy(x.bfloat16(), head.bfloat16(), target, scale=torch.zeros(()))
 

@@ -13,6 +13,11 @@ from torch import Tensor
 
 from eaves._torch.checks import accumulator_dtype, check_beside, is_distributed, name_of, number_of
 from eaves._torch.options import RANGES, RESULT_DTYPES, shape_of
+from eaves._torch.transforms import is_exporting
+
+
+def _times(x: Tensor, scale: Tensor) -> Tensor:
+    return (x * scale).to(x.dtype)  # an integer stays one, which the call refuses
 
 
 class _Scaled(torch.autograd.Function):
@@ -22,7 +27,7 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor, value: float | None) -> Tensor:
-        return x * scale if value is None else x.view_as(x)
+        return _times(x, scale) if value is None else x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float | None], output: Tensor) -> None:
@@ -40,6 +45,12 @@ class _Scaled(torch.autograd.Function):
             products = (x.to(accumulator_dtype(x.dtype)) * grad).masked_fill(grad == 0, 0)
             grad_scale = (products.sum() / (1 if ctx.value is None else ctx.value)).to(scale.dtype)
         return grad_x, grad_scale, None
+
+
+def _scaled(x: Tensor, scale: Tensor, value: float | None) -> Tensor:
+    if is_exporting():  # a program would keep the forward of the Function alone
+        return _times(x, scale)
+    return _Scaled.apply(x, scale, value)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def reads_value(call: Any) -> bool:
@@ -61,6 +72,11 @@ def with_learned_scale(call: Any) -> Any:
         raise ValueError(f"{op}: scale has {found}, expected one floating-point number")
     value, scale = None, scale.reshape(())
     if reads_value(call):
+        if is_exporting():
+            raise NotImplementedError(
+                f"{op}: scale is a tensor, whose value a call in {name_of(hidden.dtype)} reads, and torch.export "
+                "cannot; pass input in float32, or multiply it by scale"
+            )
         if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
             raise NotImplementedError(
                 f"{op}: scale is a tensor, whose value a call in {name_of(hidden.dtype)} waits for, and a CUDA graph "
@@ -69,7 +85,5 @@ def with_learned_scale(call: Any) -> Any:
         value = number_of(op, "scale", scale.item(), *RANGES["scale"])
     elif bias is not None and bias.dtype in RESULT_DTYPES:
         bias = bias.to(hidden.dtype)
-    hidden = _Scaled.apply(hidden, scale, value)  # type: ignore[no-untyped-call]
-    if bias is not None:
-        bias = _Scaled.apply(bias, scale, value)  # type: ignore[no-untyped-call]
+    hidden, bias = (None if each is None else _scaled(each, scale, value) for each in (hidden, bias))
     return call._replace(hidden=hidden, bias=bias, scale=value)

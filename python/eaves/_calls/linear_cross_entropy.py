@@ -130,7 +130,7 @@ def loss_of_head(call: LinearCrossEntropyCall) -> Tensor | CrossEntropyOutput:
         check_tensor(call.op, "hidden", call.hidden)
         if call.bias is not None:
             check_tensor(call.op, "bias", call.bias)
-        if torch.compiler.is_compiling() and reads_value(call):
+        if torch.compiler.is_compiling() and not is_exporting() and reads_value(call):
             return uncompiled(call.op, loss_of_head)(call)  # type: ignore[no-any-return]
         call = with_learned_scale(call)
     if call.group is not None or is_distributed(call.head):

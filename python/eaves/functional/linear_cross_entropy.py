@@ -143,7 +143,7 @@ def linear_cross_entropy(
             which divides after it, pass scale=1/T, and with a softcap of c softcap=c/T. A tensor of one element, on the
             device of input, gets a gradient. If input has 16 bits, the call reads its value, and waits for a GPU; the
             gradient is summed from that of input, which has 16 bits. Else the call multiplies input and linear_bias by
-            it, without a check and without waiting.
+            it, without a check and without waiting. Over ranks it has to be a number.
         z_loss: the weight of lse^2 in the loss; not negative.
         row_weight: r of eaves.cross_entropy, one number for each row: the shape of input without D. A row of weight 0
             (of a bool mask: False) does not count, as one that is ignored. With "sum" and "mean" the gradients stay
