@@ -59,6 +59,8 @@ def _ours(theirs: Callable[..., Tensor], of_install: dict[str, Any]) -> Callable
             is_ours = False
         if not is_ours:
             return theirs(input, linear_weight, target, options=options, **keywords)
+        if target.dtype == torch.uint8:
+            target = target.long()
         is_wide = options is not None and options.acc_policy in ("accurate", "balanced")
         if not is_wide or input.dtype not in (torch.float16, torch.bfloat16):
             return linear_cross_entropy(input, linear_weight, target, options=options, **of_install, **keywords)

@@ -78,6 +78,13 @@ def test_the_module_gives_the_same(dtype: torch.dtype, device: torch.device, cal
             assert (ours.double() - true).norm() <= allowed_share(dtype) * true.norm()
 
 
+def test_classes_may_be_bytes() -> None:
+    x, head, target = torch.randn(4, 8), torch.randn(5, 8), torch.tensor([0, 4, 2, 1], dtype=torch.uint8)
+    with eaves.torch.install():
+        found = F.linear_cross_entropy(x, head, target)
+    torch.testing.assert_close(found, F.linear_cross_entropy(x, head, target))
+
+
 def test_what_eaves_lacks_is_theirs(calls: list[dict[str, Any]]) -> None:
     torch.manual_seed(1)
     module = torch.nn.LinearCrossEntropyLoss(8, 5, out_features=(2,))
