@@ -1,5 +1,6 @@
-"""The loss of nanochat: a head with padding behind the vocabulary, logits capped at 15, targets of -1 ignored. eaves
-computes it without the logits; here beside nanochat's own lines, with gradients.
+"""The loss of nanochat: a head with padding behind the vocabulary, which a model of 16 bits keeps in float32, logits
+capped at 15, targets of -1 ignored. eaves computes it without the logits; here beside nanochat's own lines, with
+gradients.
 
 Run it with the Python that has eaves. It uses the GPU, if there is one.
 """
@@ -17,12 +18,12 @@ VOCABULARY, PADDED, FEATURES, BATCH, LENGTH = 1000, 1024, 64, 4, 128
 def eaves_loss(x: Tensor, head: torch.nn.Linear, targets: Tensor, reduction: str = "mean") -> Tensor:
     """x [batch, length, features], targets [batch, length]. In GPT.forward it takes the place of the lines below."""
     return eaves.linear_cross_entropy(
-        x, head.weight, targets, classes=VOCABULARY, softcap=15, ignore_index=-1, reduction=reduction
+        x, head.weight.to(x.dtype), targets, classes=VOCABULARY, softcap=15, ignore_index=-1, reduction=reduction
     )
 
 
 def nanochat_loss(x: Tensor, head: torch.nn.Linear, targets: Tensor, reduction: str = "mean") -> Tensor:
-    logits = head(x)[..., :VOCABULARY].float()
+    logits = torch.nn.functional.linear(x, head.weight.to(x.dtype))[..., :VOCABULARY].float()
     logits = 15 * torch.tanh(logits / 15)
     return torch.nn.functional.cross_entropy(
         logits.view(-1, VOCABULARY), targets.view(-1), ignore_index=-1, reduction=reduction
@@ -51,6 +52,8 @@ def main() -> None:
     for ours, theirs in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert not gradients[1][VOCABULARY:].any(), "padding has a gradient"
+    narrow = eaves_loss(x.bfloat16(), head, targets), nanochat_loss(x.bfloat16(), head, targets)
+    torch.testing.assert_close(*narrow, rtol=1e-3, atol=0)  # nanochat rounds the logits
     rows = eaves_loss(x, head, targets, reduction="none")  # as nanochat's evaluation of bits per byte asks for
     torch.testing.assert_close(rows.flatten(), nanochat_loss(x, head, targets, reduction="none"))
 
