@@ -155,6 +155,18 @@ def test_the_gradient_of_the_head_is_added_to_main_grad(tied: bool) -> None:
     torch.testing.assert_close(weight.main_grad, 1 + 2 * wanted[name], rtol=1e-4, atol=1e-6)
 
 
+@each("processor", (eaves.megatron.output_processor, eaves.megatron.log_prob_processor))
+def test_a_weight_that_a_hook_fills_is_read_behind_the_hook(processor: Any) -> None:
+    """As that of Megatron's DistributedDataParallel does with overlap_param_gather."""
+    model, given = tiny_gpt(V), batch()
+    layer = model.output_layer
+    expected, whole = model(**given, output_processor=processor).detach(), layer.weight.detach().clone()
+    layer.weight.data.fill_(float("nan"))
+    layer.register_forward_pre_hook(lambda *_: (layer.weight.data.copy_(whole), None)[1])
+    assert torch.equal(model(**given, output_processor=processor), expected)
+    assert "forward" not in vars(layer)
+
+
 def test_layers_that_are_not_served() -> None:
     model, given = tiny_gpt(V), batch()
     with eaves.megatron.install():
