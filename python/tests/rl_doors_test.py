@@ -19,7 +19,10 @@ MEGATRON = "vocab_start_index, vocab_end_index, chunk_size, tp_group, inference_
 
 
 def function(name: str, arguments: str) -> str:
-    return f"class {name}:\n    @staticmethod\n    def forward(ctx, {arguments}):\n        pass\n"
+    return (
+        f"import torch\n\n\nclass {name}(torch.autograd.Function):\n"
+        f"    @staticmethod\n    def forward(ctx, {arguments}):\n        pass\n"
+    )
 
 
 LIBRARIES = {
