@@ -12,6 +12,7 @@ the vocabulary, whether they share the sequence, and whether the gradient is add
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -207,6 +208,7 @@ uninstall, is_active = replacement.uninstall, replacement.is_active
 
 
 def _with_processor(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)  # verl asks whether the signature has output_processor
     def with_processor(self: Any, *arguments: Any, **keywords: Any) -> Any:
         labels = keywords.get("labels", arguments[4] if len(arguments) > 4 else None)
         if labels is not None and keywords.get("output_processor") is None:

@@ -1,6 +1,7 @@
 """eaves.megatron in Megatron-Core's GPTModel, against the model's own loss; its head over ranks, against the whole."""
 
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,7 +81,9 @@ def test_without_labels_and_with_a_hook_of_the_caller_nothing_changes() -> None:
     model, given = tiny_gpt(V, use_mup=True, mup_output_mult=0.5), batch()
     del given["labels"], given["loss_mask"]
     expected = model(**given)
+    signature = inspect.signature(model.forward)
     with eaves.megatron.install():
+        assert inspect.signature(model.forward) == signature
         assert torch.equal(model(**given), expected)
         assert model(**given, labels=given["input_ids"], output_processor=lambda **_: "theirs") == "theirs"
     assert torch.equal(model(**given, output_processor=eaves.megatron.output_processor), expected)
