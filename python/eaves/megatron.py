@@ -12,6 +12,7 @@ the vocabulary, whether they share the sequence, and whether the gradient is add
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -71,16 +72,18 @@ def output_processor(
         logits = others["scale_logits"](logits) if "scale_logits" in others else logits
         return logits.transpose(0, 1).contiguous()  # type: ignore[no-any-return]
     options = dict(context or {})
-    hidden, head = _head_of(hidden_states, output_layer, output_weight, others.get("config"))
-    if smoothing := options.pop("label_smoothing", 0):
-        classes = head["linear_weight"].shape[0] * head.pop("ranks")
-        options["label_smoothing"] = smoothing * classes / (classes - 1)
-    head.pop("ranks", None)
     target = labels.transpose(0, 1)
     if loss_mask is not None:
         target = target.masked_fill(loss_mask.view_as(labels).transpose(0, 1) == 0, options.get("ignore_index", -100))
-    loss = linear_cross_entropy(hidden, target=target, reduction="none", **head, **options)
-    assert isinstance(loss, Tensor)
+
+    def loss_of(hidden: Tensor) -> tuple[Any, None]:
+        hidden, head = _head_of(hidden, output_layer, output_weight, others.get("config"))
+        classes = head["linear_weight"].shape[0] * head.pop("ranks")
+        if smoothing := options.pop("label_smoothing", 0):
+            options["label_smoothing"] = smoothing * classes / (classes - 1)
+        return linear_cross_entropy(hidden, target=target, reduction="none", **head, **options), None
+
+    loss: Tensor = _in_place_of_forward(output_layer, loss_of, hidden_states)
     return loss.transpose(0, 1).contiguous()
 
 
@@ -111,13 +114,30 @@ def log_prob_processor(
     """
     if labels is None:
         raise ValueError("eaves.megatron: log_prob_processor needs labels, the tokens that are scored")
-    hidden, head = _head_of(hidden_states, output_layer, output_weight, others.get("config"))
-    del head["ranks"]
-    weight, bias = head.pop("linear_weight"), head.pop("linear_bias")
-    out = linear_log_prob(hidden, weight, labels.transpose(0, 1), bias=bias, **head, **(context or {}))
+    tokens = labels.transpose(0, 1)
+
+    def log_prob_of(hidden: Tensor) -> tuple[Any, None]:
+        hidden, head = _head_of(hidden, output_layer, output_weight, others.get("config"))
+        del head["ranks"]
+        weight, bias = head.pop("linear_weight"), head.pop("linear_bias")
+        return linear_log_prob(hidden, weight, tokens, bias=bias, **head, **(context or {})), None
+
+    out = _in_place_of_forward(output_layer, log_prob_of, hidden_states)
     if isinstance(out, Tensor):
         return out.transpose(0, 1).contiguous()
     return type(out)(*(None if each is None else each.transpose(0, 1).contiguous() for each in out))
+
+
+def _in_place_of_forward(layer: Any, compute: Callable[[Tensor], tuple[Any, None]], hidden: Tensor) -> Any:
+    """The result of compute(hidden) in a call of the layer, whose hooks run: in one of them Megatron's
+    DistributedDataParallel waits for the weight (overlap_param_gather)."""
+    own = {name: value for name, value in vars(layer).items() if name == "forward"}
+    layer.forward = compute
+    try:
+        return layer(hidden)[0]
+    finally:
+        del layer.forward
+        vars(layer).update(own)
 
 
 def _head_of(hidden: Tensor, layer: Any, shared: Tensor | None, config: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -188,6 +208,7 @@ uninstall, is_active = replacement.uninstall, replacement.is_active
 
 
 def _with_processor(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)  # verl asks whether the signature has output_processor
     def with_processor(self: Any, *arguments: Any, **keywords: Any) -> Any:
         labels = keywords.get("labels", arguments[4] if len(arguments) > 4 else None)
         if labels is not None and keywords.get("output_processor") is None:

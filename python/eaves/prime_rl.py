@@ -68,7 +68,8 @@ def _log_probs(options: dict[str, Any], given: dict[str, Any]) -> tuple[Tensor, 
         hidden = (hidden * inverse.unsqueeze(-1)).to(hidden.dtype)
     else:  # the temperature is behind it
         options = {
-            "workspace_bytes": options["workspace_bytes"], "softcap": softcap, "temperature": inverse.reciprocal()
+            "workspace_bytes": options["workspace_bytes"], "softcap": softcap,
+            "temperature": 1 / inverse.to(accumulator_dtype(hidden.dtype)),  # FSDP2 casts it to 16 bits
         }  # fmt: skip
     out = linear_log_prob(
         hidden, given["weight"], given["labels"], outputs="entropy",

@@ -1,6 +1,7 @@
 """eaves.megatron in Megatron-Core's GPTModel, against the model's own loss; its head over ranks, against the whole."""
 
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,7 +81,9 @@ def test_without_labels_and_with_a_hook_of_the_caller_nothing_changes() -> None:
     model, given = tiny_gpt(V, use_mup=True, mup_output_mult=0.5), batch()
     del given["labels"], given["loss_mask"]
     expected = model(**given)
+    signature = inspect.signature(model.forward)
     with eaves.megatron.install():
+        assert inspect.signature(model.forward) == signature
         assert torch.equal(model(**given), expected)
         assert model(**given, labels=given["input_ids"], output_processor=lambda **_: "theirs") == "theirs"
     assert torch.equal(model(**given, output_processor=eaves.megatron.output_processor), expected)
@@ -153,6 +156,18 @@ def test_the_gradient_of_the_head_is_added_to_main_grad(tied: bool) -> None:
     assert name not in gradients and len(seen) == 2 and weight.grad_added_to_main_grad
     assert not torch.equal(seen[0], torch.ones_like(weight))
     torch.testing.assert_close(weight.main_grad, 1 + 2 * wanted[name], rtol=1e-4, atol=1e-6)
+
+
+@each("processor", (eaves.megatron.output_processor, eaves.megatron.log_prob_processor))
+def test_a_weight_that_a_hook_fills_is_read_behind_the_hook(processor: Any) -> None:
+    """As that of Megatron's DistributedDataParallel does with overlap_param_gather."""
+    model, given = tiny_gpt(V), batch()
+    layer = model.output_layer
+    expected, whole = model(**given, output_processor=processor).detach(), layer.weight.detach().clone()
+    layer.weight.data.fill_(float("nan"))
+    layer.register_forward_pre_hook(lambda *_: (layer.weight.data.copy_(whole), None)[1])
+    assert torch.equal(model(**given, output_processor=processor), expected)
+    assert "forward" not in vars(layer)
 
 
 def test_layers_that_are_not_served() -> None:

@@ -19,7 +19,10 @@ MEGATRON = "vocab_start_index, vocab_end_index, chunk_size, tp_group, inference_
 
 
 def function(name: str, arguments: str) -> str:
-    return f"class {name}:\n    @staticmethod\n    def forward(ctx, {arguments}):\n        pass\n"
+    return (
+        f"import torch\n\n\nclass {name}(torch.autograd.Function):\n"
+        f"    @staticmethod\n    def forward(ctx, {arguments}):\n        pass\n"
+    )
 
 
 LIBRARIES = {
@@ -204,6 +207,16 @@ def test_prime_rl_does_not_round_at_temperature_1(device: torch.device) -> None:
     with LIBRARIES["prime_rl"].imported(), eaves.prime_rl.install():
         found, _ = functions_of("prime_rl")[0].apply(hidden, head, labels, torch.ones(37, device=device), 16)
     assert torch.equal(found, eaves.linear_log_prob(hidden, head, labels))
+
+
+def test_prime_rl_does_not_round_a_temperature_of_16_bits_again(device: torch.device) -> None:
+    """FSDP2 casts all that a model is called with."""
+    hidden, head, labels = rows_and_head((37,), 131, torch.bfloat16, device)
+    inverse = torch.linspace(0.5, 2, 37, device=device).bfloat16()
+    with LIBRARIES["prime_rl"].imported(), eaves.prime_rl.install():
+        called = functions_of("prime_rl")[1].apply
+        found, wanted = (called(hidden, head, labels, each, 16, 3.0)[0] for each in (inverse, inverse.float()))
+    assert torch.equal(found, wanted)
 
 
 def test_prime_rl_ignores_rows_and_takes_options(monkeypatch: pytest.MonkeyPatch) -> None:
