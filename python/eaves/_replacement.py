@@ -6,7 +6,6 @@ import functools
 import inspect
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -181,27 +180,6 @@ def _found(module: str, name: str) -> Any:
     return getattr(_owner(module, name), name.split(".")[-1], None)
 
 
-class Plugin(Door):
-    """A library that makes objects of eaves itself, because its configuration names `target`, a class or function."""
-
-    def __init__(self, library: str, known: tuple[str, ...], target: str, *, package: str | None = None) -> None:
-        super().__init__(library, known, package=package)
-        self._target = target
-        self._made: weakref.WeakSet[object] = weakref.WeakSet()
-
-    @property
-    def turned_on(self) -> str:
-        return f"where the configuration names eaves.{self.library}.{self._target}"
-
-    def made(self, thing: object) -> None:
-        """Notes an object that the library calls from now on."""
-        self._made.add(thing)
-
-    def is_active(self) -> bool:
-        """Whether one of them is alive."""
-        return bool(self._made)
-
-
 def called_like(theirs: Callable[..., Any], ours: Callable[[dict[str, Any]], Any], *first: None) -> Callable[..., Any]:
     """A function that is called like theirs without its arguments `first`, a Function's ctx. Ours gets the arguments by
     theirs' names, because versions of a library differ in their order."""
@@ -243,15 +221,27 @@ _TRL = {
     ),
 }
 
-# Each library once: the versions that are known, and where the functions lie. eaves' own functions are in the module of
-# the library's name. `python -m eaves info` prints the table.
+# Each library once, in the order of the alphabet: the versions that are known, and where the functions lie. eaves' own
+# functions are in the module of the library's name. `python -m eaves info` prints the table.
 DOORS: dict[str, Door] = {
     door.library: door
     for door in (
+        Module(
+            "automodel",
+            ("0.7",),
+            "where the configuration names eaves.automodel.LinearCrossEntropy",
+            package="nemo-automodel",
+        ),
         Module("axolotl", ("0.19",), "where the configuration names eaves.axolotl.EavesPlugin"),
         Module("fla", ("0.6",), "where eaves.fla was imported", package="fla-core"),
-        Plugin("automodel", ("0.7",), "LinearCrossEntropy", package="nemo-automodel"),
-        Plugin("torchtitan", ("0.3",), "fused_loss"),
+        Replacement(
+            "hf",
+            ("4.57", "5"),
+            (("transformers.trainer", "Trainer.__init__"),),
+            (("transformers.trainer", "Trainer.call_model_init"),),
+            (("transformers.trainer", "Trainer.prediction_step"),),
+            package="transformers",
+        ),
         ReplacementEverywhere(
             "liger",
             ("0.6.5", "0.7", "0.8"),
@@ -269,26 +259,11 @@ DOORS: dict[str, Door] = {
         ),
         Module("lm_eval", ("0.4.13",), "where the model is an eaves.lm_eval.HFLM"),
         Replacement(
-            "hf",
-            ("4.57", "5"),
-            (("transformers.trainer", "Trainer.__init__"),),
-            (("transformers.trainer", "Trainer.call_model_init"),),
-            (("transformers.trainer", "Trainer.prediction_step"),),
-            package="transformers",
-        ),
-        Replacement(
             "megatron",
             ("0.18", "0.19"),
             (("megatron.core.models.gpt.gpt_model", "GPTModel.forward"),),
             package="megatron-core",
         ),
-        Module(
-            "sentence_transformers",
-            ("6.0", "6.1", "6.2"),
-            "where the loss is an eaves.sentence_transformers.MultipleNegativesRankingLoss",
-            package="sentence-transformers",
-        ),
-        Replacement("torch", ("2.13", "2.14"), (("torch.nn.functional", "linear_cross_entropy"),)),
         Replacement(
             "nemo_rl",
             ("0.6", "0.7"),
@@ -302,11 +277,19 @@ DOORS: dict[str, Door] = {
             (("prime_rl.trainer.models.layers.lm_head_gemma", "_GemmaChunkedLogProbEntropyFn"),),
             package="prime-rl",
         ),
+        Module(
+            "sentence_transformers",
+            ("6.0", "6.1", "6.2"),
+            "where the loss is an eaves.sentence_transformers.MultipleNegativesRankingLoss",
+            package="sentence-transformers",
+        ),
         Replacement(
             "skyrl",
             ("0.3",),
             (("skyrl.backends.skyrl_train.distributed.megatron.model_utils", "_fused_lm_head_logprob_apply"),),
         ),
+        Replacement("torch", ("2.13", "2.14"), (("torch.nn.functional", "linear_cross_entropy"),)),
+        Module("torchtitan", ("0.3",), "where the configuration names eaves.torchtitan.fused_loss"),
         Replacement("trl", _TRL),
         Replacement("verl", ("0.9",), (("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"),)),
     )
@@ -316,12 +299,4 @@ DOORS: dict[str, Door] = {
 def replacement_of(library: str) -> Replacement:
     door = DOORS[library]
     assert isinstance(door, Replacement)
-    return door
-
-
-def plugin_of(library: str) -> Plugin:
-    """The library's line, of a version that is known."""
-    door = DOORS[library]
-    assert isinstance(door, Plugin)
-    door.check_version()
     return door

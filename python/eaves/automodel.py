@@ -12,21 +12,28 @@ whether a loss is alive.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eaves._replacement import plugin_of
+from eaves._replacement import DOORS
 from eaves._torch.head import check_algorithm
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["LinearCrossEntropy", "is_active"]
 
-_plugin = plugin_of("automodel")
-is_active = _plugin.is_active
+DOORS["automodel"].check_version()
 _base: Any = import_module("nemo_automodel.components.loss.linear_ce_base")  # behind the check of its version
+
+_made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def is_active() -> bool:
+    """Whether one of the objects below is alive."""
+    return bool(_made)
 
 
 class LinearCrossEntropy(_base.LinearCrossEntropy):  # type: ignore[misc]
@@ -65,7 +72,7 @@ class LinearCrossEntropy(_base.LinearCrossEntropy):  # type: ignore[misc]
             "algorithm": algorithm,
             "workspace_bytes": workspace_bytes,
         }
-        _plugin.made(self)
+        _made.add(self)
 
     def forward(
         self,

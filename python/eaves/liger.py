@@ -39,7 +39,7 @@ def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep
     float32 sums; the gradient of a head is added up in float32, whatever accum_dtype is. Liger's arguments about its
     own kernels are not read: ce_impl, ce_mode, jsd_impl, jsd_mode, chunk_mem_const, m_tiles_per_cluster, chunk_size and
     compiled; `workspace_bytes` says how much is computed at once. LigerCrossEntropyFunction writes the gradient over
-    the logits, as Liger does, unless they are a leaf.
+    the logits, as Liger does, unless they are a leaf or a part of a tensor, other parts of which may have a loss too.
 
     Args:
         algorithm, workspace_bytes, keep_bytes: as in eaves.linear_cross_entropy. The divergences and selected_token_ids
@@ -78,7 +78,7 @@ def _stand_in(their: Any, arguments: type[Any], function: Any) -> SimpleNamespac
     outputs = 2 + ("return_token_accuracy" in names) + ("return_predicted_tokens" in names)
 
     def apply(*given: Any, **named: Any) -> Any:
-        found = function(arguments(*given, **named))
+        found = function(arguments(*given, **{name.lstrip("_"): each for name, each in named.items()}))
         return found[:outputs] if "return_z_loss" in names else found
 
     return SimpleNamespace(apply=apply, supports_inner_impl_dispatch="ce_impl" in names)
@@ -143,8 +143,11 @@ def _loss_of_head(options: dict[str, Any], call: _HeadCall) -> tuple[Tensor | No
 
 
 def _loss_of_logits(_: dict[str, Any], call: _LogitsCall) -> tuple[Tensor | None, ...]:
-    keywords = _keywords(call, call.weight)
-    return _outputs(call, cross_entropy(call.input, call.target, inplace_backward=not call.input.is_leaf, **keywords))
+    keywords, may_write = _keywords(call, call.weight), False
+    if not torch.compiler.is_compiling():  # which chooses the memory itself
+        whole = call.input if call.input._base is None else call.input._base
+        may_write = not whole.is_leaf and whole.numel() == call.input.numel()
+    return _outputs(call, cross_entropy(call.input, call.target, inplace_backward=may_write, **keywords))
 
 
 def _keywords(call: Any, class_weight: Tensor | None) -> dict[str, Any]:

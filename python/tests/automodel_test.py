@@ -177,7 +177,7 @@ def test_info_says_whether_a_loss_is_alive(monkeypatch: pytest.MonkeyPatch) -> N
     assert not is_active() and name in _info.text(_info.collect())
     monkeypatch.setattr(_replacement, "version", lambda package: "0.8.0")
     with pytest.raises(RuntimeError, match=r"this is nemo-automodel 0.8.0, expected 0.7.x"):
-        _replacement.plugin_of("automodel")
+        door.check_version()
 
 
 # --------------------------------------------------------------------------------------------------------------- ranks

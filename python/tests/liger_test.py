@@ -109,6 +109,23 @@ def test_the_cross_entropy_writes_over_logits_as_liger_does() -> None:
             assert torch.equal(logits.detach(), before) == (not needs_gradient)
 
 
+@pytest.mark.parametrize("is_leaf", (False, True))
+@pytest.mark.parametrize("parts_of", (lambda x: x.chunk(2), lambda x: (x[:4], x[4:]), lambda x: (x.view(ROWS, -1),)))
+def test_the_cross_entropy_of_parts_of_logits(parts_of: Any, is_leaf: bool) -> None:
+    rows, head, _, targets = tensors()
+    leaf = (rows @ head.T).requires_grad_()
+    exact = torch.nn.functional.cross_entropy(leaf, targets, reduction="sum")
+    (gradient,) = torch.autograd.grad(exact, leaf)
+    with eaves.liger.install():
+        parts = parts_of(leaf if is_leaf else leaf * 1)
+        losses = [
+            functional.liger_cross_entropy(part, labels, reduction="sum")
+            for part, labels in zip(parts, targets.split([len(part) for part in parts]), strict=True)
+        ]
+    torch.testing.assert_close(sum(losses), exact)
+    torch.testing.assert_close(torch.autograd.grad(sum(losses), leaf)[0], gradient)
+
+
 def test_a_frozen_body_leaves_the_head_its_gradient() -> None:
     rows, head, _, targets = tensors()
     weight = head.clone().requires_grad_()
@@ -156,15 +173,18 @@ def test_the_scaled_cross_entropy_is_liger_s_own(selected: list[int] | None, has
     ids = None if selected is None else torch.tensor(selected, device=DEVICE)
 
     def run(dtype: torch.dtype) -> list[Tensor]:
-        given = [rows.to(dtype).requires_grad_(), head.to(dtype).requires_grad_()]
+        given = {"_input": rows.to(dtype).requires_grad_(), "weight": head.to(dtype).requires_grad_()}
         function = sys.modules["liger_kernel.ops"].LigerFusedLinearScaledCrossEntropyFunction
         ignored = targets.where(targets >= 0, 3)  # 3 is one of the selected tokens too
-        more = {} if ids is None else {"selected_token_ids": ids}
-        out = function.apply(*given, ignored, 0.7, 3, return_entropy=has_entropy, **more)
+        more: dict[str, Any] = {} if ids is None else {"selected_token_ids": ids}
+        more |= {"temperature": 0.7, "ignore_index": 3, "return_entropy": has_entropy}
+        out = function.apply(**given, target=ignored, **more)
         out = [out] if isinstance(out, Tensor) else list(out)
         assert len(out) == 1 + has_entropy + (ids is not None)
         upstream = torch.linspace(1, 2, ROWS, device=DEVICE)
-        gradients = torch.autograd.grad(sum(torch.einsum("r...,r->", each, upstream) for each in out), given)
+        gradients = torch.autograd.grad(
+            sum(torch.einsum("r...,r->", each, upstream) for each in out), [*given.values()]
+        )
         return [each.detach() for each in (*out, *gradients)]
 
     theirs = run(torch.float32)

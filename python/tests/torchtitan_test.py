@@ -195,7 +195,7 @@ def test_info_says_whether_a_loss_is_alive(monkeypatch: pytest.MonkeyPatch) -> N
     assert not is_active() and f"active where the configuration names {LINE}" in _info.text(_info.collect())
     monkeypatch.setattr(_replacement, "version", lambda package: "0.4.0")
     with pytest.raises(RuntimeError, match=r"this is torchtitan 0.4.0, expected 0.3.x"):
-        _replacement.plugin_of("torchtitan")
+        door.check_version()
 
 
 # -------------------------------------------------------------------------------------------------------------- ranks
