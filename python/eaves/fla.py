@@ -4,10 +4,10 @@
     eaves.fla.uninstall()         as it was; FLA_EAVES=0 in the environment does the same
     with eaves.fla.install():     until the end of the block
 
-Four functions of FLA 0.6 get a backend: fused_linear_cross_entropy_fwd and its _bwd (models with
-fuse_linear_cross_entropy=True, FusedLinearCrossEntropyLoss), cross_entropy_loss (FusedCrossEntropyLoss) and
-logsumexp_fwd. FLA asks a backend before each call; what eaves refuses, FLA computes itself, with a warning. FLA's
-`num_chunks` is not read: the device says how much is computed at once.
+Three functions of FLA 0.6 get a backend: fused_linear_cross_entropy_fwd and its _bwd (models with
+fuse_linear_cross_entropy=True, FusedLinearCrossEntropyLoss), and cross_entropy_loss (FusedCrossEntropyLoss). FLA asks a
+backend before each call; options and dtypes that eaves refuses, FLA computes itself, with a warning. FLA's `num_chunks`
+is not read: the device says how much is computed at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from eaves._calls.cross_entropy import CrossEntropyCall, loss_of_logits
 from eaves._replacement import DOORS
 from eaves._torch.checks import is_distributed
 from eaves._torch.options import RESULT_DTYPES, numbers_of
-from eaves.functional.cross_entropy import cross_entropy
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["install", "is_active", "uninstall"]
@@ -182,23 +181,6 @@ def _check_logits(*arguments: Any, **keywords: Any) -> None:
     _check(call.label_smoothing, call.logit_scale, call.logit_softcapping, call.lse_square_scale, call.logits)
 
 
-def _logsumexp_fwd(
-    x: Tensor, scale: float | None = None, softcapping: float | None = None, dtype: torch.dtype | None = None
-) -> Tensor:
-    targets = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
-    with torch.no_grad():
-        out: Any = cross_entropy(
-            x, targets, reduction="none", scale=scale, softcap=softcapping, outputs="lse", class_dim=-1
-        )
-    return out.lse.to(dtype or torch.float32)  # type: ignore[no-any-return]
-
-
-def _check_logsumexp(
-    x: Tensor, scale: float | None = None, softcapping: float | None = None, dtype: torch.dtype | None = None
-) -> None:
-    _check(0, scale, softcapping, 0, x)
-
-
 # -------------------------------------------------------------------------------------------------------- registration
 
 
@@ -230,7 +212,6 @@ def _verifier(check: Callable[..., None]) -> Callable[..., tuple[bool, str | Non
 for _module, _ours, _checked in (
     (_of_head, _fused_linear_cross_entropy_fwd, _check_head),
     (_of_head, _fused_linear_cross_entropy_bwd, _check_gradients),
-    (_of_head, _logsumexp_fwd, _check_logsumexp),
     (_of_logits, _cross_entropy_loss, _check_logits),
 ):
     _function = getattr(_module, _ours.__name__[1:])
