@@ -101,9 +101,9 @@ def _fused_linear_cross_entropy_fwd(*arguments: Any, **keywords: Any) -> tuple[T
     x, weight, bias = call.x.detach(), call.weight.detach(), None if call.bias is None else call.bias.detach()
     # FLA passes contiguous copies, which require no gradient; a parameter that requires none is frozen.
     is_frozen = isinstance(call.weight, torch.nn.Parameter) and not call.weight.requires_grad
-    learned = [] if torch.is_inference_mode_enabled() else [each for each in (x, bias) if each is not None]
-    if learned and not is_frozen:
-        learned.append(weight)
+    learned = [each for each in (x, bias, None if is_frozen else weight) if each is not None]
+    if torch.is_inference_mode_enabled() or any(map(Tensor.is_inference, learned)):
+        learned = []  # autograd takes none of them
     with torch.enable_grad():
         for each in learned:
             each.requires_grad_()
@@ -166,10 +166,12 @@ class _LogitsCall(NamedTuple):
 def _cross_entropy_loss(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
     """The losses of the rows, and the part of them that is the z-loss."""
     call = _LogitsCall(*arguments, **keywords)
+    base = call.logits if call.logits._base is None else call.logits._base
+    is_writable = not base.is_leaf and call.logits.is_contiguous()  # FLA writes over its own copy of others
     out: Any = loss_of_logits(
         CrossEntropyCall(
             call.logits, call.target, None, call.ignore_index, "none", call.label_smoothing, call.logit_softcapping,
-            call.logit_scale, call.lse_square_scale, inplace_backward=call.inplace_backward and not call.logits.is_leaf,
+            call.logit_scale, call.lse_square_scale, inplace_backward=call.inplace_backward and is_writable,
             outputs="z_loss", group=call.process_group, keeps_logits=True,
         )
     )  # fmt: skip

@@ -207,6 +207,9 @@ def test_no_rows_ignored_rows_autocast_and_inference(any_device: torch.device) -
             assert_close(found, 2 * exact, 2e-2)
     with torch.inference_mode():
         assert criterion(hidden, target, head, bias).item() == expected.item()
+        copies = [hidden.clone(), target, head.clone(), bias.clone()]
+    with torch.no_grad():
+        assert criterion(*copies).item() == criterion(copies[0], target, head, bias).item() == expected.item()
 
 
 def test_a_model_of_fla_has_eaves_loss(any_device: torch.device) -> None:
@@ -270,14 +273,26 @@ def test_the_loss_of_logits_and_its_gradient_are_the_formula(dtype: torch.dtype,
         assert_close(gradient, exact_gradient, TOLERANCE[dtype])
 
 
-def test_logits_that_are_a_leaf_are_not_written_over(any_device: torch.device) -> None:
-    logits = torch.randn(ROWS, CLASSES, device=any_device, requires_grad=True)
+@each(
+    "of_leaf",
+    (
+        lambda leaf: leaf,
+        lambda leaf: leaf.view(1, ROWS, CLASSES).view(ROWS, CLASSES),
+        lambda leaf: (2 * leaf[:1]).expand(ROWS, CLASSES),
+        lambda leaf: (2 * leaf).T.contiguous().T,
+    ),
+)
+def test_logits_that_may_not_be_written_over_are_not(
+    of_leaf: Callable[[Tensor], Tensor], any_device: torch.device
+) -> None:
+    leaf = torch.randn(ROWS, CLASSES, device=any_device, requires_grad=True)
+    logits, target = of_leaf(leaf), targets(any_device)
     before = logits.detach().clone()
-    of_logits.cross_entropy_loss(logits, targets(any_device), inplace_backward=True)[0].sum().backward()
+    of_logits.cross_entropy_loss(logits, target, inplace_backward=True)[0].sum().backward()
     assert torch.equal(logits, before)
-    expected = torch.autograd.grad(functional.cross_entropy(logits, targets(any_device), reduction="sum"), logits)
-    assert logits.grad is not None
-    assert_close(logits.grad, expected[0], 1e-5)
+    expected = torch.autograd.grad(functional.cross_entropy(of_leaf(leaf), target, reduction="sum"), leaf)
+    assert leaf.grad is not None
+    assert_close(leaf.grad, expected[0], 1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------ a group
