@@ -21,6 +21,7 @@ from torch import Tensor
 
 from eaves._replacement import DOORS
 from eaves._torch.head import check_algorithm
+from eaves._torch.options import numbers_of
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["LinearCrossEntropy", "is_active"]
@@ -66,6 +67,7 @@ class LinearCrossEntropy(_base.LinearCrossEntropy):  # type: ignore[misc]
         if reduction not in ("sum", "mean", "none"):
             raise ValueError(f'eaves.automodel: reduction is {reduction!r}, expected "sum", "mean" or "none"')
         check_algorithm("linear_cross_entropy", algorithm=algorithm, workspace_bytes=workspace_bytes, keep_bytes=None)
+        numbers_of("linear_cross_entropy", softcap=logit_softcapping or None, z_loss=z_loss)
         self.ignore_index, self.logit_softcapping, self.reduction = ignore_index, logit_softcapping, reduction
         self.options: dict[str, Any] = {
             "z_loss": z_loss,

@@ -156,6 +156,10 @@ def test_an_unknown_option_is_refused_by_name() -> None:
         LinearCrossEntropy(reduction="batchmean")
     with pytest.raises(ValueError, match="algorithm is 'fast'"):
         LinearCrossEntropy(algorithm="fast")
+    with pytest.raises(ValueError, match="z_loss is -1"):
+        LinearCrossEntropy(z_loss=-1)
+    with pytest.raises(ValueError, match="softcap is -30"):
+        LinearCrossEntropy(logit_softcapping=-30.0)
     with pytest.raises(TypeError, match="impl"):
         LinearCrossEntropy(impl="cce")  # of FusedLinearCrossEntropy
     for options in ({"num_label_tokens": 3}, {"loss_weights": torch.ones(SHAPE)}):
