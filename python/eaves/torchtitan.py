@@ -23,6 +23,7 @@ from eaves._parallel.shard import Shard
 from eaves._replacement import DOORS
 from eaves._torch.checks import is_distributed
 from eaves._torch.head import check_algorithm
+from eaves._torch.options import numbers_of
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["FusedLoss", "fused_loss", "is_active"]
@@ -133,7 +134,8 @@ def _of_this_rank(hidden: Any, weight: Any, labels: Any, bias: Any) -> tuple[Any
 
 def _options_of(head: torch.nn.Module) -> dict[str, Any]:
     """Scale and soft cap of the head, as options of linear_cross_entropy."""
-    forward = getattr(type(head), "forward", None)
+    is_replaced = "forward" in vars(head) and not getattr(head, "_parallelized", False)
+    forward = None if is_replaced else getattr(type(head), "forward", None)
     if forward is torch.nn.Linear.forward:
         return {}
     muse_glimmer = sys.modules.get("torchtitan.models.muse_glimmer.model")
@@ -165,5 +167,6 @@ def fused_loss(config: Any, *, z_loss: float = 0, algorithm: str = "auto", works
                 f"eaves.torchtitan: the loss is a {type(given).__qualname__}, expected {expected.Config.__qualname__}"
             )
     check_algorithm("linear_cross_entropy", algorithm=algorithm, workspace_bytes=workspace_bytes, keep_bytes=None)
+    numbers_of("linear_cross_entropy", z_loss=z_loss)
     options = {"z_loss": z_loss, "algorithm": algorithm, "workspace_bytes": workspace_bytes}
     return _overrides.derive(config, FusedLoss.Config, **options)

@@ -180,8 +180,14 @@ def test_another_loss_wrapper_or_head_is_refused_by_name() -> None:
         fused_loss(losses.ChunkedLossWrapper.Config(loss_fn=losses.MSELoss.Config()))
     with pytest.raises(ValueError, match="algorithm is 'fast'"):
         fused_loss(losses.ChunkedLossWrapper.Config(), algorithm="fast")
+    with pytest.raises(ValueError, match="z_loss is -1"):
+        fused_loss(losses.ChunkedLossWrapper.Config(), z_loss=-1)
     with pytest.raises(NotImplementedError, match="lm_head is a Head with a forward of its own"):
         ours(Head(FEATURES, CLASSES))
+    head = torch.nn.Linear(FEATURES, CLASSES)
+    vars(head)["forward"] = lambda input: 2 * functional.linear(input, head.weight)
+    with pytest.raises(NotImplementedError, match="lm_head is a Linear with a forward of its own"):
+        ours(head)
     with pytest.raises(RuntimeError, match="no head is known"):
         fused_loss(losses.ChunkedLossWrapper.Config()).build()(*problem()[1:])
 
