@@ -99,6 +99,8 @@ class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[misc]
 
 def _called_with_forward(module: Any, forward: Any, *arguments: Any) -> Any:
     """The module's call with another forward, between its hooks."""
+    if hasattr(module, "unshard"):
+        module.unshard()  # if the call gathers instead, FSDP2 keeps an event that no CUDA graph can wait for
     own = vars(module).get("forward")  # torchtitan's Module.parallelize puts one there
     module.forward = forward
     try:

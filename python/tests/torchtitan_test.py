@@ -247,6 +247,9 @@ def full_dtensor(
     rows = (Shard(0), Replicate())
     given = distribute_tensor(hidden.detach(), mesh, rows).requires_grad_()
     loss, _ = (ours if is_ours else theirs)(head)(model(given), distribute_tensor(labels, mesh, rows), torch.tensor(27))
+    if is_fully_sharded:
+        # An event of an eager step would stop the capture of a CUDA graph.
+        assert head._get_fsdp_state()._comm_ctx.all_gather_state is None
     loss.backward()
     local = loss.to_local() if isinstance(loss, DTensor) else loss
     assert head.weight.grad is not None and model.norm.weight.grad is not None
