@@ -24,10 +24,10 @@ _pydantic: Any = import_module("pydantic")
 
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
 
-# Settings of Axolotl that take the loss elsewhere: eaves would not be called.
+# Settings of Axolotl that take the loss elsewhere, so that eaves would not be called, or the other way round.
 _OTHER_LOSSES = (
-    "chunked_cross_entropy", "cut_cross_entropy", "diffusion", "kd_trainer", "liger_cross_entropy",
-    "liger_fused_linear_cross_entropy", "orpo_alpha", "rl", "use_eaft",
+    "chunked_cross_entropy", "cut_cross_entropy", "diffusion", "flash_attn_cross_entropy", "kd_trainer",
+    "liger_cross_entropy", "liger_fused_linear_cross_entropy", "orpo_alpha", "rl", "use_eaft",
 )  # fmt: skip
 # Of trainers, the modules with a compute_loss that takes the model's loss.
 _CALL_THE_MODEL = ("axolotl.core.trainers.base", "transformers.trainer")

@@ -119,6 +119,7 @@ def test_the_recipe_is_a_configuration_that_axolotl_takes() -> None:
     "settings",
     (
         {"chunked_cross_entropy": True},
+        {"flash_attn_cross_entropy": True},
         {"orpo_alpha": 0.1},
         {"rl": "dpo"},
         {"rl": "grpo"},
