@@ -382,9 +382,9 @@ def _patched_class(original: Any) -> Any:
 def _warn_of_labels(model: Any) -> None:
     if not torch.compiler.is_compiling():
         warnings.warn(
-            f"eaves.hf: this {type(model).__name__} computes all logits, because Trainer has taken the labels away "
-            "(label_smoothing_factor, compute_loss_func); call eaves.hf.install() before the Trainer is made, or "
-            "eaves.hf.patch(model, label_smoothing=...) in place of the factor",
+            f"eaves.hf: this {type(model).__name__} computes all logits, because Trainer, or a compute_loss of its "
+            "subclass, has taken the labels away; for label_smoothing_factor call eaves.hf.install() before the Trainer is "
+            "made, or eaves.hf.patch(model, label_smoothing=...) in place of the factor",
             stacklevel=3,
         )
 
