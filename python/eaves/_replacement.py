@@ -238,7 +238,6 @@ DOORS: dict[str, Door] = {
             "hf",
             ("4.57", "5"),
             (("transformers.trainer", "Trainer.__init__"),),
-            (("transformers.trainer", "Trainer.call_model_init"),),
             (("transformers.trainer", "Trainer.prediction_step"),),
             package="transformers",
         ),

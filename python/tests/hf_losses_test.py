@@ -218,6 +218,25 @@ def test_the_loss_has_the_name_of_theirs(name: str) -> None:
     assert eaves.hf.patch(model).loss_function.__name__ == expected
 
 
+def test_fully_shard_gets_the_head_back_from_an_evaluation(process_group: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_of("t5")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    eaves.hf.patch(model)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for module in (model.lm_head, model):
+        fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = step(model).loss
+    for skip_logits in (False, True):
+        with torch.no_grad():
+            model.eval()(**batch(), skip_logits=skip_logits)
+        assert isinstance(model.lm_head.weight, torch.distributed.tensor.DTensor)
+    optimizer.step()
+    assert model.train()(**batch()).loss < before  # of the new weights
+
+
 # ---------------------------------------------------------------------------------------------------- missing logits
 
 

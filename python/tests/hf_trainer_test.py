@@ -108,7 +108,7 @@ def test_trainer_gives_the_same_losses_and_the_metrics(
 
 def test_install_patches_the_model_of_every_trainer(tmp_path: Path) -> None:
     expected = losses_of(trainer_of(tiny_model(), tmp_path, compute_metrics=largest))
-    theirs = [vars(transformers.Trainer)[name] for name in ("__init__", "call_model_init", "prediction_step")]
+    theirs = [vars(transformers.Trainer)[name] for name in ("__init__", "prediction_step")]
     assert not eaves.hf.is_active()
     with eaves.hf.install(algorithm="recompute", metrics=("accuracy",)):
         assert eaves.hf.is_active() and DOORS["hf"].is_known()
@@ -118,7 +118,7 @@ def test_install_patches_the_model_of_every_trainer(tmp_path: Path) -> None:
         assert trainer.model is model and is_patched(model)
         assert model._eaves_options["algorithm"] == "recompute" and model._eaves_metrics == ("accuracy",)
     assert not eaves.hf.is_active()
-    assert [vars(transformers.Trainer)[name] for name in ("__init__", "call_model_init", "prediction_step")] == theirs
+    assert [vars(transformers.Trainer)[name] for name in ("__init__", "prediction_step")] == theirs
     with refuse_logits():
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -145,8 +145,8 @@ def test_a_model_of_model_init_is_patched_each_time(tmp_path: Path) -> None:
 
     with eaves.hf.install():
         trainer = trainer_of(None, tmp_path, model_init=model_init, label_smoothing_factor=0.1)
-        with refuse_logits():
-            trainer.train()
+    with refuse_logits():  # the Trainer outlives the install
+        trainer.train()
     assert len(made) == 2 and trainer.model is made[1] and all(map(is_patched, made))
     assert [model._eaves_options["label_smoothing"] for model in made] == [0.1] * 2
 
@@ -197,6 +197,24 @@ def test_an_evaluation_of_the_loss_alone_skips_the_logits(tmp_path: Path) -> Non
         assert abs(trainer.evaluate()["eval_loss"] - expected) > 0.1
 
 
+def test_a_compute_loss_that_takes_the_labels_away_has_logits(tmp_path: Path) -> None:
+    class WithOwnLoss(transformers.Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            return (loss, outputs) if return_outputs else loss
+
+    def losses() -> list[float]:
+        arguments = trainer_of(tiny_model(), tmp_path).args
+        return losses_of(WithOwnLoss(model=tiny_model(), args=arguments, train_dataset=rows(), eval_dataset=rows()[:4]))
+
+    expected = losses()
+    with eaves.hf.install(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of training: the labels were taken away
+        assert losses() == pytest.approx(expected, rel=1e-6)
+
+
 # ---------------------------------------------------------------------------------------------------- label smoothing
 
 
@@ -234,6 +252,20 @@ def test_label_smoothing_that_contradicts_is_refused(tmp_path: Path) -> None:
         model = eaves.hf.patch(tiny_model(), label_smoothing=0.2)
         with pytest.raises(ValueError, match=r"label_smoothing_factor is 0\.1, .*label_smoothing=0\.2; pass one"):
             trainer_of(model, tmp_path, label_smoothing_factor=0.1)
+
+
+def test_label_smoothing_of_a_trainer_is_not_that_of_the_next(tmp_path: Path) -> None:
+    with eaves.hf.install():
+        for own in (0.0, 0.2):
+            model = eaves.hf.patch(tiny_model(), label_smoothing=own)
+            for factor in (0.2, 0.1)[: 1 if own else 2]:
+                trainer_of(model, tmp_path, label_smoothing_factor=factor)
+                assert model._eaves_options["label_smoothing"] == factor
+            trainer_of(model, tmp_path)
+            assert model._eaves_options["label_smoothing"] == own
+        trainer_of(eaves.hf.patch(model, label_smoothing=0), tmp_path, label_smoothing_factor=0.1)
+        trainer_of(eaves.hf.patch(model, label_smoothing=0.1), tmp_path)
+        assert model._eaves_options["label_smoothing"] == 0.1
 
 
 def test_without_install_label_smoothing_of_trainer_is_told(tmp_path: Path) -> None:

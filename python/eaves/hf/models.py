@@ -340,9 +340,8 @@ def _patched_class(original: Any) -> Any:
                 )
         finally:
             call.head, call.is_kept, call.cross_entropy, call.metrics, call.has_loss = outer
-            if skip_logits and not torch.is_grad_enabled() and "_eaves_reshards" in vars(head):
-                whole: Any = head
-                whole.reshard()
+            if head is not None and not torch.is_grad_enabled() and "_eaves_reshards" in vars(head):
+                head.reshard()
         return finished(output, head if skip_logits else None, metrics, bool(skip_logits or self.training))
 
     def loss_function(self: Any) -> Any:
@@ -382,9 +381,9 @@ def _patched_class(original: Any) -> Any:
 def _warn_of_labels(model: Any) -> None:
     if not torch.compiler.is_compiling():
         warnings.warn(
-            f"eaves.hf: this {type(model).__name__} computes all logits, because Trainer has taken the labels away "
-            "(label_smoothing_factor, compute_loss_func); call eaves.hf.install() before the Trainer is made, or "
-            "eaves.hf.patch(model, label_smoothing=...) in place of the factor",
+            f"eaves.hf: this {type(model).__name__} computes all logits, because Trainer, or a compute_loss of its "
+            "subclass, has taken the labels away; for label_smoothing_factor call eaves.hf.install() before the "
+            "Trainer is made, or eaves.hf.patch(model, label_smoothing=...) in place of the factor",
             stacklevel=3,
         )
 

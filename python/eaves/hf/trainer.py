@@ -1,6 +1,6 @@
 """The models of transformers' Trainer, patched where a Trainer is made.
 
-Three methods of Trainer are replaced: `__init__` and `call_model_init` patch the model that they have, and
+Two methods of Trainer are replaced: `__init__` patches the model, and each that model_init makes later;
 `prediction_step` skips the logits that an evaluation of the loss alone does not read.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+import weakref
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -48,19 +50,14 @@ uninstall, is_active = replacement.uninstall, replacement.is_active
 
 
 def _methods(options: dict[str, Any], theirs: tuple[Any, ...]) -> tuple[Any, ...]:
-    their_init, their_model_init, their_prediction_step = theirs
+    their_init, their_prediction_step = theirs
 
     @functools.wraps(their_init)
     def init(self: Any, *arguments: Any, **keywords: Any) -> None:
         their_init(self, *arguments, **keywords)
         _patch_model_of(self, self.model, options)
-
-    @functools.wraps(their_model_init)
-    def call_model_init(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        model = their_model_init(self, *arguments, **keywords)
-        if hasattr(self, "label_smoother"):  # else within __init__
-            _patch_model_of(self, model, options)
-        return model
+        if self.model_init is not None:  # on the instance: train() calls it, after uninstall() too
+            self.call_model_init = functools.partial(_made_model, self, self.call_model_init, options)
 
     @functools.wraps(their_prediction_step)
     def prediction_step(
@@ -70,7 +67,17 @@ def _methods(options: dict[str, Any], theirs: tuple[Any, ...]) -> tuple[Any, ...
             inputs = {**inputs, "skip_logits": True}
         return their_prediction_step(self, model, inputs, prediction_loss_only, *arguments, **keywords)
 
-    return init, call_model_init, prediction_step
+    return init, prediction_step
+
+
+def _made_model(trainer: Any, make: Any, options: dict[str, Any], *arguments: Any, **keywords: Any) -> Any:
+    model = make(*arguments, **keywords)
+    _patch_model_of(trainer, model, options)
+    return model
+
+
+# For each model whose label_smoothing is that of a Trainer: its own, and the options with the Trainer's.
+_own_smoothing: weakref.WeakKeyDictionary[Any, tuple[float, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
 def _patch_model_of(trainer: Any, model: Any, options: dict[str, Any]) -> None:
@@ -84,17 +91,19 @@ def _patch_model_of(trainer: Any, model: Any, options: dict[str, Any]) -> None:
         reason = str(error).removeprefix("patch: ")
         warnings.warn(f"eaves.hf: the model of this {type(trainer).__name__} is not patched: {reason}", stacklevel=3)
         return
-    smoothing = arguments.label_smoothing_factor
-    if not smoothing or trainer.compute_loss_func is not None:
-        return
-    of_model = base._eaves_options["label_smoothing"]
-    if of_model not in (0, smoothing):
+    of_model, with_smoothing = _own_smoothing.get(base, (0.0, None))
+    if base._eaves_options is not with_smoothing:  # patched since
+        of_model = base._eaves_options["label_smoothing"]
+    smoothing = 0.0 if trainer.compute_loss_func is not None else arguments.label_smoothing_factor
+    if smoothing and of_model not in (0, smoothing):
         raise ValueError(
             f"eaves.hf: label_smoothing_factor is {smoothing}, and the model was patched with "
             f"label_smoothing={of_model}; pass one of them"
         )
-    base._eaves_options = {**base._eaves_options, "label_smoothing": smoothing}
-    trainer.label_smoother = None
+    base._eaves_options = {**base._eaves_options, "label_smoothing": smoothing or of_model}
+    _own_smoothing[base] = of_model, base._eaves_options
+    if smoothing:
+        trainer.label_smoother = None
 
 
 def _refuse_liger(arguments: Any) -> None:
@@ -111,6 +120,11 @@ def _may_skip_logits(trainer: Any, inputs: Any) -> bool:
         base: Any = base_of(trainer.model, "patch")
     except TypeError:
         return False
-    computes_loss = trainer.label_smoother is not None or trainer.compute_loss_func is not None
+    their_loss = import_module("transformers.trainer").Trainer.compute_loss
+    computes_loss = (
+        trainer.label_smoother is not None
+        or trainer.compute_loss_func is not None
+        or getattr(trainer.compute_loss, "__func__", None) is not their_loss  # may take the labels away, or read logits
+    )
     has_choice = is_patched_model(base) and base._eaves_skip_logits is None
     return has_choice and not computes_loss and inputs.get("labels") is not None
