@@ -12,7 +12,7 @@ from typing import Any
 try:
     import torch
 
-    from eaves._replacement import DOORS
+    from eaves._replacement import INTEGRATIONS
     from eaves._torch import library as _library
 except ModuleNotFoundError as error:
     if error.name != "torch":
@@ -62,7 +62,7 @@ def collect() -> dict[str, Any]:
         }
         report["trainers"] = {
             each.library: {"version": each.version(), "is_known": each.is_known(), "is_active": each.is_active()}
-            for each in DOORS.values()
+            for each in INTEGRATIONS.values()
         }
     report["problems"] = _problems(report)
     report["matches"] = not report["problems"]
@@ -115,7 +115,7 @@ def _trainer(name: str, trainer: dict[str, Any]) -> str:
         return "not installed"
     if not trainer["is_known"]:
         return f"{trainer['version']}, which eaves.{name} does not know"
-    return f"{trainer['version']}, active {'in this process' if trainer['is_active'] else DOORS[name].turned_on}"
+    return f"{trainer['version']}, active {'in this process' if trainer['is_active'] else INTEGRATIONS[name].turned_on}"
 
 
 def text(report: dict[str, Any]) -> str:

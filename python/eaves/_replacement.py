@@ -13,7 +13,7 @@ from types import MethodType, ModuleType
 from typing import Any
 
 
-class Door:
+class Integration:
     """A library that can train with eaves: `library` names eaves' module for it, of a Replacement also Python's, and
     `package` is pip's name. It is known in the release series `known`, "1.16" for instance: what another one passes and
     expects may differ."""
@@ -56,7 +56,7 @@ class Door:
             )
 
 
-class Module(Door):
+class Module(Integration):
     """A library that calls eaves' module for it, of itself. The module says whether it is active."""
 
     def __init__(self, library: str, known: tuple[str, ...], turned_on: str, *, package: str | None = None) -> None:
@@ -75,7 +75,7 @@ class Module(Door):
 Places = tuple[tuple[str, str], ...]  # (module, name)
 
 
-class Replacement(Door):
+class Replacement(Integration):
     """Functions of a library. For each, `functions` has places (module, name): where it is defined, and where it is
     called; a name may be one in a class, "Trainer.compute_loss". If release series have different functions, `known`
     is a dict: the functions of each series."""
@@ -141,7 +141,11 @@ class Replacement(Door):
 
     def _exchange(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> None:
         pairs = [(before, after) for before, after in zip(old, new) if before is not after]
-        pairs += [(before.apply, after.apply) for before, after in pairs if hasattr(before, "apply")]
+        pairs += [
+            (before.apply, after.apply)
+            for before, after in pairs
+            if hasattr(before, "apply") and hasattr(after, "apply")
+        ]
         changes = {_identity(before): after for before, after in pairs}
         owners = [
             module
@@ -223,9 +227,9 @@ _TRL = {
 
 # Each library once, in the order of the alphabet: the versions that are known, and where the functions lie. eaves' own
 # functions are in the module of the library's name. `python -m eaves info` prints the table.
-DOORS: dict[str, Door] = {
-    door.library: door
-    for door in (
+INTEGRATIONS: dict[str, Integration] = {
+    each.library: each
+    for each in (
         Module(
             "automodel",
             ("0.7",),
@@ -296,6 +300,6 @@ DOORS: dict[str, Door] = {
 
 
 def replacement_of(library: str) -> Replacement:
-    door = DOORS[library]
-    assert isinstance(door, Replacement)
-    return door
+    integration = INTEGRATIONS[library]
+    assert isinstance(integration, Replacement)
+    return integration

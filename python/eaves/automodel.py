@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaves._replacement import DOORS
+from eaves._replacement import INTEGRATIONS
 from eaves._torch.head import check_algorithm
 from eaves._torch.options import numbers_of
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["LinearCrossEntropy", "is_active"]
 
-DOORS["automodel"].check_version()
+INTEGRATIONS["automodel"].check_version()
 _base: Any = import_module("nemo_automodel.components.loss.linear_ce_base")  # behind the check of its version
 
 _made: weakref.WeakSet[Any] = weakref.WeakSet()

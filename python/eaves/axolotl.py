@@ -13,12 +13,12 @@ import weakref
 from importlib import import_module
 from typing import Any, Literal
 
-from eaves._replacement import DOORS
+from eaves._replacement import INTEGRATIONS
 from eaves.hf import patch
 
 __all__ = ["EavesArgs", "EavesPlugin", "is_active"]
 
-DOORS["axolotl"].check_version()
+INTEGRATIONS["axolotl"].check_version()
 _BasePlugin: Any = import_module("axolotl.integrations.base").BasePlugin
 _pydantic: Any = import_module("pydantic")
 

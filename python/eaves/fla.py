@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from eaves._calls.cross_entropy import CrossEntropyCall, loss_of_logits
-from eaves._replacement import DOORS
+from eaves._replacement import INTEGRATIONS
 from eaves._torch.checks import is_distributed
 from eaves._torch.options import RESULT_DTYPES, numbers_of
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
@@ -32,7 +32,7 @@ __all__ = ["install", "is_active", "uninstall"]
 
 _OP = "eaves.fla"
 
-DOORS["fla"].check_version()
+INTEGRATIONS["fla"].check_version()
 _backends = import_module("fla.backends")
 _of_head = import_module("fla.modules.fused_linear_cross_entropy.ops")
 _of_logits = import_module("fla.modules.fused_cross_entropy.ops")

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaves._replacement import DOORS
+from eaves._replacement import INTEGRATIONS
 from eaves.functional.cross_entropy import cross_entropy
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
 from eaves.hf import distillation
 from eaves.hf.deferred_logits import DeferredLogits
 
-DOORS["lm_eval"].check_version()
+INTEGRATIONS["lm_eval"].check_version()
 _huggingface: Any = import_module("lm_eval.models.huggingface")
 _utils: Any = import_module("lm_eval.models.utils")
 

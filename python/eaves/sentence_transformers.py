@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaves._replacement import DOORS
+from eaves._replacement import INTEGRATIONS
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
 
-DOORS["sentence_transformers"].check_version()
+INTEGRATIONS["sentence_transformers"].check_version()
 _losses: Any = import_module("sentence_transformers.sentence_transformer.losses")
 _util: Any = import_module("sentence_transformers.util")
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from eaves._parallel.shard import Shard
-from eaves._replacement import DOORS
+from eaves._replacement import INTEGRATIONS
 from eaves._torch.checks import is_distributed
 from eaves._torch.head import check_algorithm
 from eaves._torch.options import numbers_of
@@ -28,7 +28,7 @@ from eaves.functional.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["FusedLoss", "fused_loss", "is_active"]
 
-DOORS["torchtitan"].check_version()
+INTEGRATIONS["torchtitan"].check_version()
 _losses: Any = import_module("torchtitan.components.loss")  # behind the check of its version
 _overrides: Any = import_module("torchtitan.config.override")
 

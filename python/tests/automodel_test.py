@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from doors import PAGE, run_recipe
 from eaves import _info, _replacement
+from integrations import PAGE, run_recipe
 from pairwise import pairwise
 from ranks import Ranks
 
@@ -172,8 +172,8 @@ def test_an_unknown_option_is_refused_by_name() -> None:
 
 
 def test_info_says_whether_a_loss_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    door = _replacement.DOORS["automodel"]
-    assert door.is_known() and not is_active()
+    integration = _replacement.INTEGRATIONS["automodel"]
+    assert integration.is_known() and not is_active()
     loss = LinearCrossEntropy()
     assert is_active()
     del loss
@@ -181,7 +181,7 @@ def test_info_says_whether_a_loss_is_alive(monkeypatch: pytest.MonkeyPatch) -> N
     assert not is_active() and name in _info.text(_info.collect())
     monkeypatch.setattr(_replacement, "version", lambda package: "0.8.0")
     with pytest.raises(RuntimeError, match=r"this is nemo-automodel 0.8.0, expected 0.7.x"):
-        door.check_version()
+        integration.check_version()
 
 
 # --------------------------------------------------------------------------------------------------------------- ranks

@@ -13,7 +13,6 @@ import torch
 
 import eaves
 from cross_entropy_test import each
-from doors import recipe
 from eaves import _replacement
 from hf_models import (
     BATCH,
@@ -27,8 +26,9 @@ from hf_models import (
     tiny_model,
     transformers,
 )
+from integrations import recipe
 
-if _replacement.DOORS["axolotl"].version() is None:
+if _replacement.INTEGRATIONS["axolotl"].version() is None:
     pytest.skip("axolotl is not installed", allow_module_level=True)
 
 yaml = pytest.importorskip("yaml")
@@ -176,12 +176,12 @@ def test_a_trainer_with_another_loss_is_told(tmp_path: Path) -> None:
 
 
 def test_it_is_active_as_long_as_a_model_is_patched() -> None:
-    door = _replacement.DOORS["axolotl"]
-    assert not door.is_active()
+    integration = _replacement.INTEGRATIONS["axolotl"]
+    assert not integration.is_active()
     model = loaded(peft_model())
-    assert door.is_active() and eaves.axolotl.is_active()
+    assert integration.is_active() and eaves.axolotl.is_active()
     eaves.hf.unpatch(model)
-    assert not door.is_active()
+    assert not integration.is_active()
     assert step(model).output.logits.shape[:2] == (BATCH, LENGTH)
 
 

@@ -19,15 +19,15 @@ from torch.nn import functional
 
 import eaves
 from cross_entropy_test import each
-from doors import run_recipe
 from eaves import _replacement
 from eaves._torch.linear_cross_entropy_rules import OF_BIAS, OF_HEAD, OF_HIDDEN
 from hf_models import gradients_asked_for
+from integrations import run_recipe
 from pairwise import pairwise
 from ranks import Ranks, here
 from watch import watched
 
-if _replacement.DOORS["fla"].version() is None:
+if _replacement.INTEGRATIONS["fla"].version() is None:
     pytest.skip("fla-core is not installed", allow_module_level=True)
 
 
@@ -387,10 +387,10 @@ def test_fla_computes_what_is_on_another_device(of_fla: Callable[..., None]) -> 
 def test_it_is_undone_by_uninstall_by_the_end_of_a_block_and_by_the_environment(
     of_fla: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    door = _replacement.DOORS["fla"]
+    integration = _replacement.INTEGRATIONS["fla"]
 
     def assert_active(is_active: bool) -> None:
-        assert eaves.fla.is_active() is door.is_active() is is_active
+        assert eaves.fla.is_active() is integration.is_active() is is_active
         if is_active:
             of_fla()
         else:
@@ -407,7 +407,7 @@ def test_it_is_undone_by_uninstall_by_the_end_of_a_block_and_by_the_environment(
     eaves.fla.install()
     monkeypatch.setenv("FLA_EAVES", "0")
     assert_active(False)
-    assert "where eaves.fla was imported" in door.turned_on
+    assert "where eaves.fla was imported" in integration.turned_on
 
 
 def test_fla_without_backends_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:

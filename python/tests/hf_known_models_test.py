@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import eaves.hf
-from doors import PAGE
 from hf_models import (
     BATCH,
     LENGTH,
@@ -19,6 +18,7 @@ from hf_models import (
     step,
     transformers,
 )
+from integrations import PAGE
 
 pytestmark = OF_TINY_MODELS
 

@@ -12,11 +12,11 @@ import torch
 
 import eaves.hf
 from cross_entropy_test import each
-from doors import run_recipe
 from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall
-from eaves._replacement import DOORS
+from eaves._replacement import INTEGRATIONS
 from hf_losses_test import model_of
 from hf_models import LENGTH, METRICS, OF_TINY_MODELS, VOCABULARY, batch, peft_model, refuse_logits, tiny_model
+from integrations import run_recipe
 
 from hf_models import transformers  # isort: skip
 
@@ -111,7 +111,7 @@ def test_install_patches_the_model_of_every_trainer(tmp_path: Path) -> None:
     theirs = [vars(transformers.Trainer)[name] for name in ("__init__", "prediction_step")]
     assert not eaves.hf.is_active()
     with eaves.hf.install(algorithm="recompute", metrics=("accuracy",)):
-        assert eaves.hf.is_active() and DOORS["hf"].is_known()
+        assert eaves.hf.is_active() and INTEGRATIONS["hf"].is_known()
         assert inspect.signature(transformers.Trainer.__init__) == inspect.signature(theirs[0])
         model = tiny_model()
         trainer = trainer_of(model, tmp_path, compute_metrics=largest)

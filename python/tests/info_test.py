@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 import eaves
 from eaves import _info
-from eaves._replacement import DOORS
+from eaves._replacement import INTEGRATIONS
 from eaves._torch import library as _library
 
 
@@ -55,10 +55,10 @@ def test_the_json_says_what_is_here(report: dict[str, Any]) -> None:
 
 def test_the_extras_allow_every_version_of_a_library_that_is_known() -> None:
     requirements = {each.name: each for each in map(Requirement, requires("eaves"))}
-    for door in DOORS.values():
-        if door._package in requirements:
-            allowed = requirements[door._package].specifier
-            assert [series for series in door.known if f"{series}.0" not in allowed] == []
+    for integration in INTEGRATIONS.values():
+        if integration._package in requirements:
+            allowed = requirements[integration._package].specifier
+            assert [series for series in integration.known if f"{series}.0" not in allowed] == []
     assert "trl" in requirements and version("transformers") in requirements["transformers"].specifier
 
 

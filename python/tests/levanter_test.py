@@ -8,7 +8,7 @@ import numpy as np  # noqa: E402
 
 import eaves  # noqa: E402
 from cross_entropy_test import each  # noqa: E402
-from doors import run_recipe  # noqa: E402
+from integrations import run_recipe  # noqa: E402
 
 
 def reference(x, labels, w, *, logit_soft_cap=None):  # type: ignore[no-untyped-def]

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import eaves
-from doors import run_recipe
 from hf_models import transformers
+from integrations import run_recipe
 from liger_cases import DEVICE, chunked_loss, tensors
 from watch import watched
 

@@ -9,9 +9,9 @@ import torch
 
 import eaves
 from cross_entropy_test import each
-from doors import run_recipe
-from eaves._replacement import DOORS
+from eaves._replacement import INTEGRATIONS
 from hf_models import VOCABULARY, tiny_model
+from integrations import run_recipe
 
 pytest.importorskip("lm_eval")
 huggingface = import_module("lm_eval.models.huggingface")
@@ -98,4 +98,4 @@ def test_the_recipe_runs(tmp_path: Path) -> None:
     model = tiny_model().eval()
     found = run_recipe("lm-eval", model=model, tokenizer=tokenizer(), questions=[(words(3, 1), " w5"), ("w4", " w6")])
     assert len(found["answers"]) == 2 and all(log_prob < 0 for log_prob, _ in found["answers"])
-    assert DOORS["lm_eval"].is_known() and DOORS["lm_eval"].is_active()
+    assert INTEGRATIONS["lm_eval"].is_known() and INTEGRATIONS["lm_eval"].is_active()

@@ -13,7 +13,7 @@ import eaves
 import eaves.megatron
 from comparison import assert_agree
 from cross_entropy_test import each
-from doors import run_recipe
+from integrations import run_recipe
 from ranks import Ranks
 
 pytest.importorskip("megatron", reason="Megatron-Core is not installed")

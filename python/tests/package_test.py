@@ -18,7 +18,7 @@ from torch import Tensor
 
 import eaves
 from eaves._info import extension
-from eaves._replacement import DOORS, Replacement
+from eaves._replacement import INTEGRATIONS, Replacement
 from operators import Operator, each_operator, leaves
 
 
@@ -27,7 +27,7 @@ def modules() -> list[str]:
     those that extend a library that is not here, and those whose import installs eaves in one."""
     found = pkgutil.walk_packages(eaves.__path__, "eaves.")
     others = ("__main__", "libeaves", "eaves_torch", "eaves_jax", "auto.verl")
-    others += tuple(n for n, door in DOORS.items() if not isinstance(door, Replacement) and not door.is_known())
+    others += tuple(n for n, each in INTEGRATIONS.items() if not isinstance(each, Replacement) and not each.is_known())
     return ["eaves", *(module.name for module in found if not module.name.endswith(others))]
 
 

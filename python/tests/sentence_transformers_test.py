@@ -13,8 +13,8 @@ from torch import Tensor
 
 import eaves
 from cross_entropy_test import each
-from doors import run_recipe
-from eaves._replacement import DOORS
+from eaves._replacement import INTEGRATIONS
+from integrations import run_recipe
 from pairwise import pairwise
 
 st = pytest.importorskip("sentence_transformers")
@@ -147,11 +147,11 @@ def test_the_recipe_runs(tmp_path: Path) -> None:
 
 
 def test_it_is_active_while_there_is_a_loss() -> None:
-    door = DOORS["sentence_transformers"]
+    integration = INTEGRATIONS["sentence_transformers"]
     gc.collect()
-    assert door.is_known() and not door.is_active()
+    assert integration.is_known() and not integration.is_active()
     loss = eaves.sentence_transformers.MultipleNegativesRankingLoss(None)
-    assert door.is_active()
+    assert integration.is_active()
     del loss
     gc.collect()
-    assert not door.is_active()
+    assert not integration.is_active()

@@ -9,13 +9,13 @@ from torch import Tensor
 
 import eaves
 from cross_entropy_test import REDUCTIONS, each, upstream
-from doors import run_recipe
-from eaves._replacement import DOORS
+from eaves._replacement import INTEGRATIONS
+from integrations import run_recipe
 from linear_cross_entropy_cases import allowed_share
 from pairwise import pairwise
 
 F = torch.nn.functional
-pytestmark = pytest.mark.skipif(not DOORS["torch"].is_known(), reason="a PyTorch without linear_cross_entropy")
+pytestmark = pytest.mark.skipif(not INTEGRATIONS["torch"].is_known(), reason="a PyTorch without linear_cross_entropy")
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +130,6 @@ def test_compiled_modules_call_eaves() -> None:
 
 
 def test_another_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DOORS["torch"], "known", ("2.99",))
+    monkeypatch.setattr(INTEGRATIONS["torch"], "known", ("2.99",))
     with pytest.raises(RuntimeError, match=r"eaves\.torch: this is torch .*, expected 2\.99\.x: nothing is replaced"):
         eaves.torch.install()

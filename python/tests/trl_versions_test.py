@@ -1,6 +1,6 @@
 """eaves.trl with the installed TRL, whose functions have other arguments in other versions: log-probabilities and the
 loss of SFTTrainer against the formula in float64 and against TRL's own functions, a trainer's steps, the recipe.
-tools/test_doors runs it with each version."""
+tools/test_integrations runs it with each version."""
 
 import inspect
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from torch import Tensor
 
 import eaves
 from cross_entropy_test import each
-from doors import run_recipe
 from hf_models import tiny_model
+from integrations import run_recipe
 from log_prob_test import by_the_formula, rows_and_head
 from pairwise import pairwise
 

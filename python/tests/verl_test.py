@@ -13,7 +13,7 @@ from torch import Tensor
 
 import eaves
 from cross_entropy_test import each
-from doors import run_recipe
+from integrations import run_recipe
 from log_prob_test import rows_and_head
 from ranks import Ranks
 

@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 
 import eaves
 from cross_entropy_test import each
-from doors import Foreign, run_recipe
+from integrations import Foreign, run_recipe
 from log_prob_test import by_the_formula, rows_and_head
 from pairwise import pairwise
 from ranks import Ranks
