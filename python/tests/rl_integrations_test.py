@@ -3,6 +3,7 @@ functions where these are installed; else a module with the same arguments stand
 
 import importlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -240,7 +241,7 @@ def test_prime_rl_ignores_rows_and_takes_options(monkeypatch: pytest.MonkeyPatch
 
 
 @each("library", tuple(LIBRARIES))
-def test_install_is_undone_and_an_unknown_version_refused(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_is_undone_and_an_unknown_version_refused(library: str) -> None:
     module = getattr(eaves, library)
     with LIBRARIES[library].imported():
         theirs = functions_of(library)
@@ -253,9 +254,9 @@ def test_install_is_undone_and_an_unknown_version_refused(library: str, monkeypa
         assert functions_of(library) == theirs and not module.is_active()
         with pytest.raises(ValueError):
             module.install(workspace_bytes=0)
-        monkeypatch.setattr("eaves._replacement.version", lambda _: "99.0")
-        with pytest.raises(RuntimeError, match=rf"{library}: this is .* 99\.0, expected .*: nothing is replaced"):
-            module.install()
+        with mock.patch("eaves._replacement.version", lambda _: "99.0"):
+            with pytest.raises(RuntimeError, match=rf"{library}: this is .* 99\.0, expected .*: nothing is replaced"):
+                module.install()
         assert functions_of(library) == theirs
 
 
