@@ -115,7 +115,7 @@ def _fused_linear_cross_entropy_fwd(*arguments: Any, **keywords: Any) -> tuple[T
         )  # fmt: skip
     if learned:
         torch.autograd.backward(loss)
-    # FLA keeps a tensor for each: an empty one stands for a gradient that nobody gets.
+    # FLA saves a gradient of rows and head for the backward; that of a frozen one is an empty tensor.
     nothing = x.detach()[:0]
     gradients = [None if each is None else nothing if each.grad is None else each.grad for each in (x, weight, bias)]
     return loss.detach(), *gradients
@@ -198,7 +198,7 @@ def _check(label_smoothing: float, scale: float | None, softcap: float | None, z
 
 
 def _verifier(check: Callable[..., None]) -> Callable[..., tuple[bool, str | None]]:
-    """FLA notes a refusal in its log, at a level that nobody sees."""
+    """FLA logs a refusal at the level debug, so that a warning says it too."""
 
     def verify(*arguments: Any, **keywords: Any) -> tuple[bool, str | None]:
         try:

@@ -55,7 +55,7 @@ class HFLM(_huggingface.HFLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """Of (text, context, continuation), the latter two in tokens: the log-probability of the continuation, and
         whether each of its tokens is the likeliest."""
-        head = distillation._head_of(self.model, _Unwrapped) if self.backend == "causal" else None
+        head = distillation.head_of(self.model, _Unwrapped) if self.backend == "causal" else None
         if head is None:
             theirs: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
             return theirs
@@ -95,7 +95,7 @@ class HFLM(_huggingface.HFLM):  # type: ignore[misc]
         whose last `lengths` tokens they are."""
         longest = len(inputs[0])
         padded = torch.tensor([each + [0] * (longest - len(each)) for each in inputs], device=self.device)
-        with torch.no_grad(), distillation._deferred(head):
+        with torch.no_grad(), distillation.deferred(head):
             logits = self._model_call(padded)
         before = logits.shape[1] - longest  # virtual tokens of a prompt that was tuned
         if isinstance(logits, DeferredLogits) and not logits.is_deferred:

@@ -121,19 +121,19 @@ Anything.get_logger = Anything
 
 @pytest.fixture
 def without_packages(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Loads a module of a wheel, without the __init__ of the packages around it. `stubs` stand for modules that it
-    imports and does not use here."""
+    """Loads a module of a wheel, without the __init__ of the packages around it. Empty modules stand for `unused`,
+    which it imports and does not use here."""
 
-    def load(package: str, name: str, stubs: tuple[str, ...] = ()) -> Any:
+    def load(package: str, name: str, unused: tuple[str, ...] = ()) -> Any:
         root = folder_of(package)
         for part in [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]:
             around = ModuleType(part)
             around.__path__ = [str(root.joinpath(*part.split(".")))]
             monkeypatch.setitem(sys.modules, part, around)
-        for stub in stubs:
-            module = ModuleType(stub)
+        for each in unused:
+            module = ModuleType(each)
             module.__getattr__ = lambda _: Anything  # type: ignore[method-assign]
-            monkeypatch.setitem(sys.modules, stub, module)
+            monkeypatch.setitem(sys.modules, each, module)
         monkeypatch.delitem(sys.modules, name, raising=False)
         module = importlib.import_module(name)
         monkeypatch.setitem(sys.modules, name, module)  # to be taken out again
@@ -186,8 +186,8 @@ def test_the_distillation_of_ms_swift() -> None:
 
 def test_axolotl(without_packages: Any) -> None:
     expected = step(llama())
-    stubs = ("axolotl.integrations.base", "axolotl.model_support", "axolotl.utils.logging")
-    module = without_packages("axolotl", "axolotl.integrations.liger.plugin", stubs)
+    unused = ("axolotl.integrations.base", "axolotl.model_support", "axolotl.utils.logging")
+    module = without_packages("axolotl", "axolotl.integrations.liger.plugin", unused)
     flags = SimpleNamespace(
         model_config_type="llama", liger_fused_linear_cross_entropy=True, liger_rms_norm=True, liger_kernel_impl=None,
         torch_compile=False, liger_cross_entropy=False, liger_use_token_scaling=False, liger_rope=True,

@@ -61,7 +61,7 @@ def test_the_model_takes_the_same_step(tied: bool, options: dict[str, Any]) -> N
     model, given = tiny_gpt(V, tied=tied, **options), batch()
     expected, wanted = step(model, given)
     logits = model.output_layer.forward
-    model.output_layer.forward = None  # nobody asks for logits
+    model.output_layer.forward = None  # a call of it, for logits, would raise
     with eaves.megatron.install():
         assert eaves.megatron.is_active()
         loss, gradients = step(model, given)

@@ -27,16 +27,16 @@ def gkd_loss(theirs: Callable[..., Any], workspace_bytes: int | None) -> Callabl
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         models = model, self.teacher_model
-        heads = [_head_of(each, self.accelerator) for each in models]
+        heads = [head_of(each, self.accelerator) for each in models]
         needs_logits = return_outputs and self.compute_metrics is not None
         has_liger = getattr(self, "use_liger_gkd_loss", False)  # up to TRL 1.13
         if needs_logits or has_liger or any(head is None for head in heads):
             return theirs(self, model, inputs, return_outputs, num_items_in_batch)
         self.teacher_model.eval()
         columns = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        with _deferred(heads[0]):
+        with deferred(heads[0]):
             outputs = model(**columns)
-        with torch.no_grad(), _deferred(heads[1]):
+        with torch.no_grad(), deferred(heads[1]):
             teacher_outputs = self.teacher_model(**columns)
         student, teacher = outputs.logits, teacher_outputs.logits
         labels = inputs["labels"][:, 1:]
@@ -59,7 +59,7 @@ def gkd_loss(theirs: Callable[..., Any], workspace_bytes: int | None) -> Callabl
     return compute_loss
 
 
-def _head_of(model: Any, accelerator: Any) -> Any:
+def head_of(model: Any, accelerator: Any) -> Any:
     """The head, if eaves.hf.patch takes it. None: it does not, or a wrapper of the model has to see every use of the
     parameters."""
     unwrapped = accelerator.unwrap_model(model)
@@ -80,7 +80,7 @@ def _head_of(model: Any, accelerator: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _deferred(head: Any) -> Iterator[None]:
+def deferred(head: Any) -> Iterator[None]:
     """In the block the head returns DeferredLogits."""
     forward = head.forward
     if inner_linear(head) is head:

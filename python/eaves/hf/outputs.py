@@ -1,6 +1,6 @@
 """The output of a patched model: without logits, and with the metrics of its loss.
 
-`logits` stays None, which trainers ask for (`if output.logits is not None`), and whoever reads it is told why.
+`logits` stays None, because trainers test it (`if output.logits is not None`). Reading it warns.
 """
 
 from __future__ import annotations
