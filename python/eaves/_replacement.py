@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -62,6 +63,11 @@ class Module(Integration):
     def __init__(self, library: str, known: tuple[str, ...], turned_on: str, *, package: str | None = None) -> None:
         super().__init__(library, known, package=package)
         self._turned_on = turned_on
+        self.objects: weakref.WeakSet[Any] = weakref.WeakSet()  # of eaves, which the library has made and calls
+
+    def has_objects(self) -> bool:
+        """Whether one of them is alive: the module's is_active()."""
+        return bool(self.objects)
 
     @property
     def turned_on(self) -> str:
@@ -302,4 +308,12 @@ INTEGRATIONS: dict[str, Integration] = {
 def replacement_of(library: str) -> Replacement:
     integration = INTEGRATIONS[library]
     assert isinstance(integration, Replacement)
+    return integration
+
+
+def module_of(library: str) -> Module:
+    """The integration, in a version that is known."""
+    integration = INTEGRATIONS[library]
+    assert isinstance(integration, Module)
+    integration.check_version()
     return integration

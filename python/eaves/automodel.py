@@ -12,29 +12,23 @@ whether a loss is alive.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eaves._replacement import INTEGRATIONS
+from eaves._replacement import module_of
 from eaves._torch.head import check_algorithm
 from eaves._torch.options import numbers_of
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["LinearCrossEntropy", "is_active"]
 
-INTEGRATIONS["automodel"].check_version()
+integration = module_of("automodel")
 _base: Any = import_module("nemo_automodel.components.loss.linear_ce_base")  # behind the check of its version
 
-_made: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def is_active() -> bool:
-    """Whether one of the objects below is alive."""
-    return bool(_made)
+is_active = integration.has_objects
 
 
 class LinearCrossEntropy(_base.LinearCrossEntropy):  # type: ignore[misc]
@@ -74,7 +68,7 @@ class LinearCrossEntropy(_base.LinearCrossEntropy):  # type: ignore[misc]
             "algorithm": algorithm,
             "workspace_bytes": workspace_bytes,
         }
-        _made.add(self)
+        integration.objects.add(self)
 
     def forward(
         self,

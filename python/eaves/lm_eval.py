@@ -7,20 +7,19 @@ Only the rows of continuations are multiplied by the head.
 
 from __future__ import annotations
 
-import weakref
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eaves._replacement import INTEGRATIONS
+from eaves._replacement import module_of
 from eaves.functional.cross_entropy import cross_entropy
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
 from eaves.hf import distillation
 from eaves.hf.deferred_logits import DeferredLogits
 
-INTEGRATIONS["lm_eval"].check_version()
+integration = module_of("lm_eval")
 _huggingface: Any = import_module("lm_eval.models.huggingface")
 _utils: Any = import_module("lm_eval.models.utils")
 
@@ -33,12 +32,7 @@ class _Unwrapped:
     unwrap_model = staticmethod(lambda model: model)
 
 
-_made: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def is_active() -> bool:
-    """Whether one of the objects below is alive."""
-    return bool(_made)
+is_active = integration.has_objects
 
 
 class HFLM(_huggingface.HFLM):  # type: ignore[misc]
@@ -48,7 +42,7 @@ class HFLM(_huggingface.HFLM):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        _made.add(self)
+        integration.objects.add(self)
 
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None

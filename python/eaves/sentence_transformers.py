@@ -8,28 +8,22 @@ The documents of a batch are a head and the queries its rows, so that their scor
 from __future__ import annotations
 
 import warnings
-import weakref
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eaves._replacement import INTEGRATIONS
+from eaves._replacement import module_of
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
 
-INTEGRATIONS["sentence_transformers"].check_version()
+integration = module_of("sentence_transformers")
 _losses: Any = import_module("sentence_transformers.sentence_transformer.losses")
 _util: Any = import_module("sentence_transformers.util")
 
 __all__ = ["MultipleNegativesRankingLoss"]
 
-_made: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def is_active() -> bool:
-    """Whether one of the objects below is alive."""
-    return bool(_made)
+is_active = integration.has_objects
 
 
 class MultipleNegativesRankingLoss(_losses.MultipleNegativesRankingLoss):  # type: ignore[misc]
@@ -47,7 +41,7 @@ class MultipleNegativesRankingLoss(_losses.MultipleNegativesRankingLoss):  # typ
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        _made.add(self)
+        integration.objects.add(self)
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor) -> Tensor:
         """Of embeddings [B, D] of queries, of their documents and of negatives; `labels` are not read."""

@@ -11,7 +11,6 @@ module needs torchtitan, in a version that eaves knows. `eaves.torchtitan.is_act
 from __future__ import annotations
 
 import sys
-import weakref
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from eaves._parallel.shard import Shard
-from eaves._replacement import INTEGRATIONS
+from eaves._replacement import module_of
 from eaves._torch.checks import is_distributed
 from eaves._torch.head import check_algorithm
 from eaves._torch.options import numbers_of
@@ -28,16 +27,11 @@ from eaves.functional.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["FusedLoss", "fused_loss", "is_active"]
 
-INTEGRATIONS["torchtitan"].check_version()
+integration = module_of("torchtitan")
 _losses: Any = import_module("torchtitan.components.loss")  # behind the check of its version
 _overrides: Any = import_module("torchtitan.config.override")
 
-_made: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def is_active() -> bool:
-    """Whether one of the objects below is alive."""
-    return bool(_made)
+is_active = integration.has_objects
 
 
 class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[misc]
@@ -58,7 +52,7 @@ class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[misc]
         if compile_config is not None and compile_config.enable and "loss" in compile_config.components:
             _losses.logger.info("eaves.torchtitan: the loss is one operator, which torch.compile does not change")
         self._options = {name: getattr(config, name) for name in ("z_loss", "algorithm", "workspace_bytes")}
-        _made.add(self)
+        integration.objects.add(self)
 
     def set_lm_head(self, lm_head: torch.nn.Module) -> None:
         self._of_head = _options_of(lm_head)
