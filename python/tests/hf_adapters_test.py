@@ -15,7 +15,7 @@ from torch import Tensor
 import eaves.hf
 from eaves._autograd.linear_cross_entropy import OF_BIAS, OF_HEAD, OF_HIDDEN
 from eaves.hf.deferred_logits import DeferredLogits
-from eaves.hf.distillation import _deferred
+from eaves.hf.distillation import deferred
 from eaves.hf.head import logits_of_adapter
 from hf_models import (
     FLOAT32_TOLERANCE,
@@ -296,7 +296,7 @@ def test_distillation_reads_the_heads_of_adapters(name: str) -> None:
     model = adapted(tiny_model(architecture), **options)
     tokens = batch()["input_ids"]
     expected = model(tokens).logits
-    with _deferred(model.get_base_model().lm_head):
+    with deferred(model.get_base_model().lm_head):
         logits = model(tokens).logits
     assert isinstance(logits, DeferredLogits) and logits.is_deferred
     torch.testing.assert_close(
