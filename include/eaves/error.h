@@ -1,5 +1,6 @@
-// The three kinds of "no". Each is thrown before anything is launched or written, and its message names the
-// operator, the argument, what it is and what was expected.
+// The three kinds of error. The message of each names the operator, the argument, its actual value and the expected
+// value. InvalidArgument and Unsupported are thrown before the call launches or writes anything, with one exception: a
+// matrix product for which cuBLASLt has no algorithm is Unsupported at its turn. A DeviceError may come at any time.
 #pragma once
 
 #include <functional>
@@ -7,19 +8,19 @@
 #include <string>
 #include <utility>
 
-#pragma GCC visibility push(default)  // of a shared library, this is seen from outside
+#pragma GCC visibility push(default)  // exported if eaves is built into a shared library
 namespace eaves {
 
-/// The parts of the first two kinds: an operator, and a sentence about one of its arguments. Python and the command
-/// line have other names for arguments, and put them into the sentence. So every name of an argument stands in
-/// backticks in sentence(): "`out` is on cpu, expected cuda:0 (as `x`)". what() has no backticks.
+/// The operator and the sentence of an InvalidArgument or an Unsupported. Python and the command line have other names
+/// for the arguments and put these into the sentence. So sentence() has each argument's name in backticks: "`out` is on
+/// cpu, expected cuda:0 (as `x`)". what() has no backticks.
 class Refusal {
  public:
-  const std::string& op() const { return op_; }  ///< "logsumexp_forward"; empty: it is about no operator
-  std::string argument() const;                  ///< "out"; empty: the sentence is about none
+  const std::string& op() const { return op_; }  ///< "logsumexp_forward"; empty if the error concerns no operator
+  std::string argument() const;                  ///< "out"; empty if the sentence is about no argument
   const std::string& sentence() const { return sentence_; }
 
-  /// The sentence with the names that `name_of` gives the arguments.
+  /// The sentence with each argument's name replaced by name_of(name).
   std::string sentence_with(const std::function<std::string(const std::string&)>& name_of) const;
 
  protected:
@@ -30,7 +31,7 @@ class Refusal {
   std::string op_, sentence_;
 };
 
-/// The caller is wrong: a shape, dtype, device or value that the operator's header excludes.
+/// The caller is wrong: the operator's header excludes this shape, dtype, device or value.
 class InvalidArgument : public Refusal, public std::invalid_argument {
  public:
   InvalidArgument(const std::string& op, const std::string& sentence)
@@ -38,7 +39,7 @@ class InvalidArgument : public Refusal, public std::invalid_argument {
   explicit InvalidArgument(const std::string& sentence) : Refusal("", sentence), std::invalid_argument(sentence) {}
 };
 
-/// The call is legal, but this build or this machine cannot do it; the message says what is missing.
+/// The call is legal, but this build or machine cannot run it. The message names the missing part.
 class Unsupported : public Refusal, public std::runtime_error {
  public:
   Unsupported(const std::string& op, const std::string& sentence)
@@ -46,7 +47,7 @@ class Unsupported : public Refusal, public std::runtime_error {
   explicit Unsupported(const std::string& sentence) : Refusal("", sentence), std::runtime_error(sentence) {}
 };
 
-/// The device refused: out of memory, a failed launch, a driver too old. Carries the runtime's own words.
+/// The device failed: out of memory, a failed launch, a driver that is too old. The message quotes the CUDA runtime.
 class DeviceError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -1,36 +1,38 @@
-// linear_cross_entropy: a language model's head and its loss in one operator, which never holds all the logits.
+// linear_cross_entropy: a language model's head and its loss in one operator, which never holds all logits.
 //
-//   z     = hidden head^T + bias       [rows, classes], row by row or block by block, never all of it
-//   loss  = cross_entropy(z, targets)  with every option of cross_entropy.h, whose formulas and edges hold here too
+//   z     = hidden head^T + bias       [rows, classes], by blocks of rows and classes, never all of it
+//   loss  = cross_entropy(z, targets)  with the options, formulas and edge cases of cross_entropy.h
 //
-// Three ways to the gradients, the same numbers up to rounding:
+// Three algorithms compute the gradients. Their results agree up to rounding:
 //
-//   speed      linear_cross_entropy_forward_backward: for each chunk of rows the logits, their gradient over them, and
-//              both products with it. Three matrix products; the logits of a chunk are the workspace. With
-//              linear_cross_entropy_small_workspace() as its limit it takes little memory and more time.
-//   recompute  linear_cross_entropy_forward, which keeps lse alone, and linear_cross_entropy_backward, which computes
-//              logits again, a block of rows and classes at a time. Four matrix products in little workspace.
-//   keep       the same two calls with a `kept` tensor: the forward writes a number of each logit of as many rows as it
-//              has, and the backward multiplies by them. Three matrix products, whatever dL/d(loss) is. grad_head of
-//              kept exponentials is one product of all these rows where grad_hidden is wanted in the dtype of hidden.
+//   speed      linear_cross_entropy_forward_backward. For each chunk of rows it computes the logits, writes their
+//              gradient over them, and multiplies that gradient by head and by hidden. Three matrix products; the
+//              workspace holds the logits of a chunk. With linear_cross_entropy_small_workspace() as its limit it takes
+//              little memory and more time.
+//   recompute  linear_cross_entropy_forward, which keeps lse alone, then linear_cross_entropy_backward, which computes
+//              the logits again, a block of rows and classes at a time. Four matrix products in a small workspace.
+//   keep       the same two calls with a `kept` tensor. The forward writes one number for each logit, for as many rows
+//              as `kept` has; the backward multiplies by these numbers. Three matrix products for any dL/d(loss).
+//              grad_head of kept exponentials is one product over all kept rows if grad_hidden is wanted in the dtype
+//              of hidden.
 //
-// Logits are computed and read in float32 (float64 for float64): probabilities come from the product's own
-// accumulators, not from logits rounded to the type of hidden. Their gradient is rounded once to that type, as the
-// factor of the two products that it is. Each of those sums in float32 and is rounded once for each chunk of rows
-// (grad_head) or once (grad_hidden). On a GPU a grad_head of 16 bits has a second rounding for each chunk, of what is
-// added to it, and a third of the target's part on the fused path (docs/numerics.md), on which hidden times the
-// gradient of its row is rounded too. A grad_head in float32 is never rounded to 16 bits.
+// The operator computes and reads logits in float32 (float64 for float64): probabilities come from the accumulators of
+// the product, not from logits rounded to the type of hidden. The gradient of the logits is a factor of both products
+// that follow, with head and with hidden, and is rounded once to the type of hidden. Both products sum in float32.
+// grad_hidden is rounded once, grad_head once for each chunk of rows. On a GPU a 16-bit grad_head has more roundings:
+// the product of each chunk before it is added; and on the fused path (docs/numerics.md) the targets' part, and each
+// row of hidden times its factor. A float32 grad_head is never rounded to 16 bits.
 //
-// The scale, dL/d(loss) over the mean's divisor, is part of a factor of float32 or float64. In 16 bits it multiplies
-// the products' results, because the factor would round it the same way in every row; beside gradients of lse or
-// entropy its power of two stays in the factor. Without a reduction there is a scale if dL/d(loss) has the same number
-// in all rows, zeros apart. Other numbers of rows are part of the factor, and so are weights of rows: in float16
-// numbers below 1e-4 lose digits, and numbers beyond 1e4 overflow.
+// The scale is dL/d(loss) over the mean's divisor. Without a reduction a call has a scale if dL/d(loss) is one number
+// in all rows, zeros apart. With float32 and float64 inputs the factor includes the scale. With 16-bit inputs the scale
+// multiplies the results of the products: the factor would round it the same way in every row. If lse or entropy have
+// gradients, the power of two of the scale stays in the factor. A dL/d(loss) that differs between rows is always in the
+// factor, and so are row weights: in float16, numbers below 1e-4 lose digits there, and numbers beyond 1e4 overflow.
 //
-// Over the edges, beside those of cross_entropy: rows that do not count, which are ignored or of weight 0, have
-// gradient 0 and all other outputs 0. If they are skipped (see skips_ignored), hidden may hold anything there. Else a
-// hidden that is not finite there may make grad_head NaN, and a head that is not finite their grad_hidden, as 0 * NaN
-// is.
+// Edge cases beside the list of cross_entropy.h: a row does not count if it is ignored or has weight 0. Its gradients
+// and all its outputs are 0. If the call skips such rows (skips_ignored), their hidden may hold anything. Otherwise a
+// hidden that is not finite in such a row may make grad_head NaN, and a head that is not finite may make grad_hidden of
+// such a row NaN, as 0 * NaN is NaN.
 #pragma once
 
 #include <functional>
@@ -39,92 +41,96 @@
 #include "eaves/cross_entropy.h"
 #include "eaves/tensor.h"
 
-#pragma GCC visibility push(default)  // of a shared library, this is seen from outside
+#pragma GCC visibility push(default)  // exported if eaves is built into a shared library
 namespace eaves {
 
-// "Per row" means the shape of hidden without its last axis. Per-row outputs, and what the backward takes of them, are
-// contiguous; "result dtype" is float32, or float64 where hidden is float64.
+// "Per row" means the shape of hidden without its last axis. Outputs per row are contiguous, in the forward that writes
+// them and in the backward that reads them. "Result dtype" means float32, or float64 for a float64 hidden.
 
 struct LinearCrossEntropyInputs {
-  /// [..., features], any strides; float16, bfloat16, float32 or float64. Rows that do not lie at one distance, with
-  /// features of unit stride, are copied chunk by chunk.
+  /// [..., features], any strides; float16, bfloat16, float32 or float64. A call copies hidden chunk by chunk unless
+  /// its rows lie at a constant distance and its features have unit stride.
   TensorView hidden = {};
 
-  /// [classes, features], one of both axes with unit stride; dtype of hidden.
+  /// [classes, features], unit stride along one of the axes; dtype of hidden.
   TensorView head = {};
 
   /// optional; [classes], contiguous; dtype of hidden, or float32.
   TensorView bias = {};
 
-  /// Per row, any strides: int32 or int64 classes. Or soft targets: [..., classes], rows at one distance, classes with
-  /// unit stride; float32, or float64 where hidden is float64.
+  /// Per row, any strides: int32 or int64 classes. Or soft targets: [..., classes], rows at a constant distance,
+  /// classes with unit stride; float32, or float64 for a float64 hidden.
   TensorView targets = {};
 
   /// w of cross_entropy.h, optional; [classes], contiguous; dtype of hidden, or float32.
   TensorView class_weight = {};
 
-  /// r of cross_entropy.h, optional; per row, contiguous, result dtype. Of ignored rows any numbers. Rows of weight 0
-  /// do not count either.
+  /// r of cross_entropy.h, optional; per row, contiguous, result dtype. Ignored rows may have any number. Rows of
+  /// weight 0 do not count either.
   TensorView row_weight = {};
 
   CrossEntropyOptions options = {};
 
-  /// Leaves out rows that do not count before anything is multiplied; soft targets of the others are copied together
-  /// then. The CPU always does. On a GPU, true: the call waits once, for the number of rows; false: such rows cost as
-  /// much as others. In a CUDA graph that is being captured nothing can wait: there all rows are computed. A backward
-  /// of Reduction::none without `kept` and shards also leaves out rows whose upstream gradients are all 0.
+  /// Leaves out the rows that do not count before any product; the call then gathers the soft targets of the other
+  /// rows. The CPU always does so. On a GPU, true: the call waits once, for the number of rows; false: these rows cost
+  /// as much as the others. During the capture of a CUDA graph nothing can wait, so the call computes all rows. A
+  /// backward with Reduction::none, without `kept` and without shards, also leaves out rows with upstream gradients
+  /// that are all 0.
   bool skips_ignored = false;
 
-  /// The most scratch memory that the call should take, in bytes; how many rows (and classes) are computed at once
-  /// follows from it. 0: what the operator finds best for the device. Where the context brings a workspace, its size
-  /// is read instead. Where it is too little for the smallest chunk, the call takes what that needs. With
-  /// EAVES_BATCH_INVARIANT=1 in the environment this limit always decides the classes, and a workspace of the context
-  /// must be at least as large as ..._workspace_bytes() says; with shards likewise.
+  /// The most scratch memory that the call should take, in bytes. It decides how many rows (and classes) a call
+  /// computes at once. 0: the operator chooses for the device. A workspace of the context replaces this limit by its
+  /// size. A limit below the smallest chunk is raised to that chunk. With EAVES_BATCH_INVARIANT=1 in the environment,
+  /// workspace_limit alone decides the classes of a block, and a workspace of the context needs at least the bytes that
+  /// ..._workspace_bytes() returns; with shards likewise.
   std::size_t workspace_limit = 0;
 };
 
-/// A head whose classes are cut into shards, one for each rank: head, bias, class_weight and soft targets of a call are
-/// one of them, and what else the ranks pass is the same. Hard targets are classes of all shards.
+/// A head with its classes cut into shards, one for each rank. The head, bias, class_weight and soft targets of a call
+/// belong to one shard; the ranks pass the same values of everything else. Hard targets are classes of the whole head.
 ///
-/// Rows are computed in chunks, the same on all ranks, in their order; rows that do not count are left out as always,
-/// and `first` and `rows` count the others. The functions are called on the host. What a call has enqueued on
-/// its stream comes before what they enqueue there, and what it enqueues afterwards behind.
+/// All ranks compute the rows in the same chunks, in their order. As always the call leaves out rows that do not count;
+/// `first` and `rows` count the other rows. The call runs the functions below on the host. The work that they enqueue
+/// on the call's stream comes after everything that the call has enqueued before, and ahead of everything that it
+/// enqueues later.
 struct LinearCrossEntropyShard {
-  /// Of head, which may have no classes here: then grad_hidden is not written, and has to be 0 before.
+  /// The first class of the head. A shard may have no classes: the call then does not write grad_hidden, which the
+  /// caller has to set to 0 before.
   std::int64_t first_class = 0;
   std::int64_t classes = 0;       ///< of all shards; 0: there are no shards
-  std::int64_t most_classes = 0;  ///< of the largest shard: how many rows a chunk has follows from it
+  std::int64_t most_classes = 0;  ///< of the largest shard; it decides the rows of a chunk
 
-  /// Outside of the backward: what the merge is asked for. Without either, calls with many classes are faster.
+  /// Outside of the backward: the outputs that the merge will write. With both false, calls with many classes are
+  /// faster.
   bool is_for_mean_logit = false;
   bool is_for_argmax_or_sum_sq = true;
 
-  // With both at once:
+  // For forward and backward at once:
   std::int64_t shards = 1;
 
-  /// out, result dtype, contiguous: at least as many elements as the rows have statistics.
+  /// out, result dtype, contiguous: at least rows * kCrossEntropyStatistics elements.
   TensorView statistics = {};
 
-  /// `shards` times as many.
+  /// Likewise, with `shards` times as many elements.
   TensorView gathered = {};
 
-  /// Has to gather what the chunk has at statistics + first * kCrossEntropyStatistics from all ranks, to
-  /// gathered + shards * first * kCrossEntropyStatistics: [shards, rows, kCrossEntropyStatistics], in the order of the
-  /// classes.
+  /// Gathers the statistics of a chunk from all ranks: from statistics + first * kCrossEntropyStatistics to
+  /// gathered + shards * first * kCrossEntropyStatistics, as [shards, rows, kCrossEntropyStatistics] in the order of
+  /// the classes.
   std::function<void(std::int64_t first, std::int64_t rows)> gather = {};
 
-  /// optional: `gather` may then only begin, and this has to end it. What the call enqueues in between, where it can
-  /// the product for grad_hidden, hides the gather.
+  /// optional: `gather` may then only begin the exchange, and this function has to end it. Between the two the call
+  /// enqueues other work, the product for grad_hidden if it can, which hides the exchange.
   std::function<void(std::int64_t first, std::int64_t rows)> finish_gather = {};
 
-  /// optional; with both at once or in the backward: the chunk's rows of grad_hidden, this shard's part of a sum over
-  /// the ranks, are complete.
+  /// optional; for forward and backward at once, and for the backward. Called when the chunk's rows of grad_hidden are
+  /// complete: this shard's part of a sum over the ranks.
   std::function<void(std::int64_t first, std::int64_t rows)> grad_hidden_is_complete = {};
 };
 
 struct LinearCrossEntropyOutputs {
   /// As in CrossEntropyForwardArgs. The backward needs lse, best as two numbers for each row; target_mass with soft
-  /// targets or where class weights are given; divisor with Reduction::mean.
+  /// targets or class weights; divisor with Reduction::mean.
   TensorView loss = {};
   TensorView lse = {};
   TensorView argmax = {};
@@ -136,10 +142,10 @@ struct LinearCrossEntropyOutputs {
   TensorView divisor = {};
 };
 
-/// Each optional: what is absent is not computed.
+/// Each is optional: the call does not compute an absent gradient.
 struct LinearCrossEntropyGradients {
-  /// out; shape and dtype of hidden, any strides that give every element its own place. Of a shard also the result
-  /// dtype: a part of a sum over the ranks that is not rounded to 16 bits.
+  /// out; shape and dtype of hidden, any strides that give each element an address of its own. For a shard the result
+  /// dtype is allowed too: its part of the sum over the ranks is then not rounded to 16 bits.
   TensorView grad_hidden = {};
 
   /// out; [classes, features], features with unit stride; dtype of head, or the result dtype.
@@ -148,41 +154,41 @@ struct LinearCrossEntropyGradients {
   /// out; [classes], contiguous; dtype of hidden, or the result dtype.
   TensorView grad_bias = {};
 
-  /// Adds to what grad_head and grad_bias hold instead of overwriting it.
+  /// Adds the gradients to grad_head and grad_bias instead of overwriting them.
   bool accumulates = false;
 };
 
 struct LinearCrossEntropyForwardArgs {
   LinearCrossEntropyInputs inputs = {};
 
-  /// optional, with Reduction::mean: one element of the result dtype, which the sum is divided by instead of the
-  /// weights of the rows (tokens over all micro-batches and ranks, say). Not negative, as in CrossEntropyForwardArgs.
+  /// optional, with Reduction::mean: one element of the result dtype that replaces the sum of the weights as the
+  /// divisor (the tokens of all micro-batches and ranks, say). Not negative, as in CrossEntropyForwardArgs.
   TensorView normalizer = {};
 
   LinearCrossEntropyOutputs outputs = {};
 
-  /// out, optional; contiguous, as linear_cross_entropy_kept() says: what the backward needs of the first rows that are
-  /// computed.
+  /// out, optional; contiguous, of the dtype and size that linear_cross_entropy_kept() returns: the numbers that the
+  /// backward needs of the first computed rows.
   TensorView kept = {};
 };
 
 struct LinearCrossEntropyForwardBackwardArgs {
-  /// Reduction::none too, where grad_loss is known before the loss. Nothing is kept.
+  /// Any reduction; Reduction::none if grad_loss is known before the loss. `kept` is absent.
   LinearCrossEntropyForwardArgs forward = {};
 
-  /// dL/d(loss), optional: one element, or with Reduction::none per row with any strides; result dtype or that of
+  /// dL/d(loss), optional: one element, or with Reduction::none per row with any strides; result dtype, or the dtype of
   /// hidden; absent: 1.
   TensorView grad_loss = {};
 
   LinearCrossEntropyGradients gradients = {};
 
-  /// With shards, outputs.lse is needed, with class weights or soft targets target_mass, and for a mean over hard
-  /// targets with class weights a normalizer.
+  /// With shards the call needs outputs.lse; with class weights or soft targets also target_mass; for a mean over hard
+  /// targets with class weights also a normalizer.
   LinearCrossEntropyShard shard = {};
 };
 
 struct LinearCrossEntropyBackwardArgs {
-  /// dL/d(loss), as in the forward and backward at once, but not optional.
+  /// dL/d(loss), as in LinearCrossEntropyForwardBackwardArgs, but not optional.
   TensorView grad_loss = {};
 
   /// dL/d(lse) and dL/d(entropy), optional; result dtype, per row. They do not reach rows that do not count.
@@ -192,17 +198,18 @@ struct LinearCrossEntropyBackwardArgs {
   /// As in the forward.
   LinearCrossEntropyInputs inputs = {};
 
-  /// As the forward wrote them: lse always, entropy with grad_entropy, target_mass with soft targets or class weights,
+  /// As the forward wrote them: lse always; entropy with grad_entropy; target_mass with soft targets or class weights;
   /// divisor with Reduction::mean.
   TensorView lse = {};
   TensorView entropy = {};
   TensorView target_mass = {};
   TensorView divisor = {};
 
-  /// inout, optional; as a forward with the same inputs wrote it, and where rows are left out, both captured in a CUDA
-  /// graph or neither. A backward writes over a `kept` of bfloat16: with grad_entropy all of it, which must not be
-  /// given to another backward; without, rows whose lse is not finite and whose gradient is 0. It is not read where the
-  /// rows of this call do not lie in the order of their shape. Not with shards.
+  /// inout, optional; as a forward with the same inputs wrote it. If rows are left out, forward and backward must both
+  /// be captured in a CUDA graph, or neither. A backward writes over a bfloat16 `kept`. With grad_entropy it overwrites
+  /// all of `kept`, so no other backward may read it; without, it overwrites the rows that have a gradient of 0 and an
+  /// lse that is not finite. The backward ignores `kept` if the rows of its tensors do not lie in the order of their
+  /// shape. Not with shards.
   TensorView kept = {};
 
   LinearCrossEntropyGradients gradients = {};
@@ -210,52 +217,54 @@ struct LinearCrossEntropyBackwardArgs {
   LinearCrossEntropyShard shard = {};
 };
 
-/// The tensor that a forward keeps: [rows, columns].
+/// The `kept` tensor of a forward: [rows, columns].
 struct LinearCrossEntropyKept {
-  /// bfloat16: exponentials of the logits, in 16 bits, and two numbers for each row. Else the logits, in the result
-  /// dtype.
+  /// bfloat16: exponentials of the logits, in 16 bits, and two more numbers for each row. Otherwise the logits, in the
+  /// result dtype.
   DType dtype = DType::float32;
   std::int64_t rows = 0;
-  std::int64_t columns = 0;  ///< at least the classes
+  std::int64_t columns = 0;  ///< at least the number of classes
 };
 
 struct LinearCrossEntropyShardForwardArgs {
   LinearCrossEntropyInputs inputs = {};
   LinearCrossEntropyShard shard = {};
 
-  /// out, result dtype, contiguous: of each row that is computed, in their order, kCrossEntropyStatistics. Of rows that
-  /// are left out nothing is written. cross_entropy_merge makes the loss of those of all shards. Its loss of a row of
-  /// weight 0 is 0; lse, argmax, entropy, sum_sq, mean_logit and target_mass of that row are for the caller to zero.
+  /// out, result dtype, contiguous: kCrossEntropyStatistics numbers for each computed row, in the order of the rows.
+  /// The call writes nothing for rows that it leaves out. cross_entropy_merge computes the loss from the statistics of
+  /// all shards. It gives a row of weight 0 the loss 0; the caller has to zero lse, argmax, entropy, sum_sq, mean_logit
+  /// and target_mass of that row.
   TensorView statistics = {};
 };
 
 struct LinearCrossEntropyRescaleArgs {
-  /// inout; what linear_cross_entropy_forward_backward wrote; `accumulates` is refused.
+  /// inout; as linear_cross_entropy_forward_backward wrote them. A set `accumulates` is refused.
   LinearCrossEntropyGradients gradients = {};
 
-  /// One element; float32, or float64 where the gradients are.
+  /// One element; float32, or float64 for float64 gradients.
   TensorView grad_loss = {};
 };
 
 /// All throw InvalidArgument (an argument is not as documented above, or the workspace is too small), Unsupported (the
 /// tensors are on a GPU and this build or machine has no CUDA, or no cuBLASLt), DeviceError (a launch failed).
 ///
-/// The loss alone: one matrix product.
+/// The forward computes the loss alone, with one matrix product.
 void linear_cross_entropy_forward(const LinearCrossEntropyForwardArgs& args, const ExecutionContext& context = {});
 void linear_cross_entropy_backward(const LinearCrossEntropyBackwardArgs& args, const ExecutionContext& context = {});
 void linear_cross_entropy_forward_backward(const LinearCrossEntropyForwardBackwardArgs& args,
                                            const ExecutionContext& context = {});
 
-/// The statistics of the rows in a shard: one matrix product.
+/// The statistics of the rows in one shard, with one matrix product.
 void linear_cross_entropy_shard_forward(const LinearCrossEntropyShardForwardArgs& args,
                                         const ExecutionContext& context = {});
 
 /// gradients *= grad_loss, for a dL/d(loss) that is known only after linear_cross_entropy_forward_backward. Zeros stay
-/// 0, by an infinite factor too. A factor of 1 costs nothing: on a GPU that is found out there, and nothing waits.
+/// 0, even times an infinite factor. A factor of 1 costs nothing; on a GPU the kernel finds it, and the host waits for
+/// nothing.
 void linear_cross_entropy_rescale(const LinearCrossEntropyRescaleArgs& args, const ExecutionContext& context = {});
 
-/// Bytes of scratch that the call takes under its limit, or at least needs. The context's workspace is not looked at.
-/// linear_cross_entropy_rescale takes none.
+/// Bytes of scratch memory that the call takes under its limit; at least the bytes of the smallest chunk. These
+/// functions ignore the context's workspace. linear_cross_entropy_rescale needs no scratch memory.
 std::size_t linear_cross_entropy_forward_workspace_bytes(const LinearCrossEntropyForwardArgs& args,
                                                          const ExecutionContext& context = {});
 std::size_t linear_cross_entropy_backward_workspace_bytes(const LinearCrossEntropyBackwardArgs& args,
@@ -265,16 +274,17 @@ std::size_t linear_cross_entropy_forward_backward_workspace_bytes(const LinearCr
 std::size_t linear_cross_entropy_shard_forward_workspace_bytes(const LinearCrossEntropyShardForwardArgs& args,
                                                                const ExecutionContext& context = {});
 
-/// What a forward can keep in at most so many bytes. Exponentials on a GPU of compute capability 9.0, of a bfloat16
-/// `hidden` with at least 128 rows and a head of 4096 to 2^20 classes, whose features are contiguous and a multiple of
-/// 8, without soft targets, label smoothing, argmax, sum_sq, mean_logit, a soft cap beyond 50, or one together with an
-/// entropy; of other calls logits, in twice the memory or more. On a GPU a part of the rows is a multiple of 128. No
-/// row where the rows of hidden do not lie in the order of their shape, as in a transposed [T, B, features].
+/// The largest `kept` tensor of this call within `most_bytes`. It holds exponentials if all of these hold: a GPU of
+/// compute capability 9.0; a bfloat16 `hidden` with at least 128 rows; a head of 4096 to 2^20 classes; contiguous
+/// features, a multiple of 8; no soft targets, no label smoothing, no argmax, sum_sq or mean_logit; no soft cap beyond
+/// 50, and none together with an entropy. Otherwise it holds logits, in at least twice the memory. On a GPU the number
+/// of rows is a multiple of 128 unless it is all rows. It is 0 if the rows of hidden do not lie in the order of their
+/// shape, as in a transposed [T, B, features].
 LinearCrossEntropyKept linear_cross_entropy_kept(const LinearCrossEntropyForwardArgs& args, std::size_t most_bytes);
 
-/// A limit for the workspace of linear_cross_entropy_forward_backward on a GPU that saves memory and keeps three
-/// products faster than four: room for 512 rows in 16 bits, but at least 160 MiB, which are 1024 rows of 65,536
-/// classes. Where logits are kept in memory, in float32, half as many rows.
+/// A workspace limit for linear_cross_entropy_forward_backward on a GPU that saves memory and keeps three products
+/// faster than four: room for 512 rows of 16-bit numbers, but at least 160 MiB, which is 1024 rows of 65,536 classes.
+/// If the logits are in memory, in float32, half as many rows fit.
 inline constexpr std::size_t linear_cross_entropy_small_workspace(std::int64_t classes) {
   constexpr std::size_t kLeast = std::size_t{160} << 20;
   const std::size_t of_512_rows = static_cast<std::size_t>(classes) * 1024 + (std::size_t{24} << 20);
@@ -283,29 +293,30 @@ inline constexpr std::size_t linear_cross_entropy_small_workspace(std::int64_t c
 
 enum class LinearCrossEntropyAlgorithm : std::uint8_t { speed, recompute };
 
-/// The facts of a call that the choice of its algorithm reads. They count hidden as a matrix with aligned rows.
+/// The facts of a call that decide its algorithm. The decision assumes a hidden that is a matrix with aligned rows.
 struct LinearCrossEntropyAlgorithmArgs {
-  std::int64_t rows = 0;  ///< of hidden; negative: the sizes are unknown, as in a graph that is traced for any
+  std::int64_t rows = 0;  ///< of hidden; negative: unknown sizes, as in a graph that is traced for any size
   std::int64_t features = 1;
   std::int64_t classes = 1;
   DType dtype = DType::float32;  ///< of hidden and head
   Device device = kCpu;
   Reduction reduction = Reduction::mean;
-  bool is_head_transposed = false;  ///< its classes have unit stride
+  bool is_head_transposed = false;  ///< the classes have unit stride
   bool has_soft_targets = false;
   bool has_grad_hidden_alone =
-      false;  ///< head and bias get no gradient, and the backward can multiply grad_hidden by rows
+      false;  ///< head and bias get no gradient, and the backward can multiply the rows of grad_hidden
   bool has_output_gradients = false;  ///< lse or entropy may get a gradient
   bool accumulates = false;           ///< the backward adds grad_head to the caller's tensor
   bool is_shard = false;
-  std::size_t workspace_limit = 0;  ///< 0: the operator's own
+  std::size_t workspace_limit = 0;  ///< 0: the operator's own limit
 };
 
-/// Which way to the gradients suits a call whose dL/d(loss) is not known in the forward.
+/// The algorithm for a call whose dL/d(loss) is not known in the forward.
 ///
-///   speed      if the workspace has room for a chunk of rows with which three products are faster than four: on a GPU
-///              384, or all. A shard, whose largest no rank knows, and a call of unknown sizes: if no limit is given.
-///   recompute  in float16, because a loss scale would multiply gradients that are rounded already; for a loss per row,
+///   speed      if the workspace holds a chunk of enough rows for three products to be faster than four: 384 rows on a
+///              GPU, or all rows. For a shard (no rank knows the largest one) and for unknown sizes: if there is no
+///              limit.
+///   recompute  in float16, because a loss scale would multiply gradients that are already rounded; for a loss per row,
 ///              unless grad_hidden is the only gradient; if lse or entropy may get a gradient; if the backward
 ///              accumulates.
 ///

@@ -1,5 +1,5 @@
-// Views of tensors: a pointer, an element type, a device, a shape and strides. A view owns nothing, and copying
-// one copies no elements.
+// Views of tensors: a pointer, an element type, a device, a shape and strides. A view owns no memory; a copy of a view
+// copies no elements.
 #pragma once
 
 #include <array>
@@ -7,16 +7,16 @@
 #include <cstdint>
 #include <initializer_list>
 
-#pragma GCC visibility push(default)  // of a shared library, this is seen from outside
+#pragma GCC visibility push(default)  // exported if eaves is built into a shared library
 namespace eaves {
 
-/// Element types. bfloat16, float16, float32 and float64 are computed on; int32 and int64 are indices.
+/// Element types. Operators compute on bfloat16, float16, float32 and float64; int32 and int64 are indices.
 enum class DType : std::uint8_t { float32, float64, float16, bfloat16, int8, int16, int32, int64, uint8, boolean };
 
 /// Bytes of one element.
 std::size_t size_of(DType dtype);
 
-/// The name as users write it: "bfloat16", "int64", "bool".
+/// The name in users' spelling: "bfloat16", "int64", "bool".
 const char* name_of(DType dtype);
 
 /// True for float16, bfloat16, float32 and float64.
@@ -24,7 +24,7 @@ bool is_floating_point(DType dtype);
 
 enum class DeviceType : std::uint8_t { cpu, cuda };
 
-/// Where memory lies and where an operator runs. `index` counts GPUs; it is 0 on the CPU.
+/// The device that holds a tensor and runs an operator. `index` counts GPUs; it is 0 on the CPU.
 struct Device {
   DeviceType type = DeviceType::cpu;
   int index = 0;
@@ -35,14 +35,14 @@ struct Device {
 inline constexpr Device kCpu{DeviceType::cpu, 0};
 inline constexpr Device kCuda{DeviceType::cuda, 0};
 
-/// The most axes that a tensor may have.
+/// The most axes of a tensor.
 inline constexpr int kMaxRank = 16;
 
 /// A short list of 64-bit numbers, one per axis: a shape, strides in elements, or a list of axes. It never allocates.
 class Dims {
  public:
   Dims() = default;
-  /// Throws InvalidArgument beyond kMaxRank entries.
+  /// Both throw InvalidArgument for more than kMaxRank entries.
   Dims(std::initializer_list<std::int64_t> values);
   Dims(const std::int64_t* values, std::size_t count);
 
@@ -67,22 +67,23 @@ class Dims {
   int size_ = 0;
 };
 
-/// A view of a tensor. A default-constructed view stands for an optional tensor that is absent.
+/// A view of a tensor. A default-constructed view stands for an absent optional tensor.
 struct TensorView {
   void* data = nullptr;  ///< element [0, ..., 0]; operators write only through views that their header marks "out"
   DType dtype = DType::float32;
   Device device = kCpu;
   Dims shape;
-  Dims strides;  ///< in elements; 0 repeats an element, negative runs backwards
+  Dims strides;  ///< in elements; 0 repeats an element, a negative stride runs backwards
 
-  /// True where a tensor was passed, an empty or zero-dimensional one included.
+  /// True if the caller passed a tensor, even an empty or a zero-dimensional one.
   bool is_present = false;
 
   /// A row-major (C order) view of `data`.
   static TensorView contiguous(void* data, DType dtype, const Dims& shape, Device device = kCpu);
   static TensorView contiguous(const void* data, DType dtype, const Dims& shape, Device device = kCpu);
 
-  /// A view with strides of the caller's choice, as many as `shape` has axes. Throws InvalidArgument otherwise.
+  /// A view with the caller's strides, one for each axis of `shape`. Throws InvalidArgument for another number of
+  /// strides.
   static TensorView strided(void* data, DType dtype, const Dims& shape, const Dims& strides, Device device = kCpu);
   static TensorView strided(const void* data, DType dtype, const Dims& shape, const Dims& strides,
                             Device device = kCpu);

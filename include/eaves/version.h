@@ -1,4 +1,5 @@
-// The version of eaves: CMake, the wheel and the program read it from here. A test compares the numbers with the text.
+// The version of eaves. CMake, the wheel and the program read it from this file. A test compares the numbers with the
+// text.
 #pragma once
 
 #define EAVES_VERSION_MAJOR 0
