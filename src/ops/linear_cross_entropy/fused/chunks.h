@@ -1,4 +1,4 @@
-// The chunks of linear_cross_entropy on the fused path: the order of its steps (fused.h).
+// The order of the steps of fused.h, chunk by chunk.
 #pragma once
 
 #include "ops/linear_cross_entropy/fused/fused.h"
@@ -43,11 +43,12 @@ class FusedChunks final : public LinearCrossEntropyChunks {
             .context = loss_context_};
   }
 
-  /// The targets of all chunks are added together, so that grad_head in 16 bits rounds once for them. That reads all
-  /// rows of hidden; gathered ones are in memory for one chunk alone.
+  /// Adds the targets' parts of all chunks in one pass, so that a 16-bit grad_head has one rounding for them. The pass
+  /// reads all rows of hidden; gathered rows are in memory for one chunk only.
   bool adds_targets_at_end() const { return shape_.has_exps() && !gathers_; }
 
-  /// The factors of exps are float32 numbers that include alpha; `alpha` is nullptr if the products multiply by it.
+  /// `alpha` multiplies the upstream gradients here; nullptr if the products multiply by it. With exps it belongs here,
+  /// into their float32 row factors.
   FusedGradient fused_gradient(std::int64_t first, std::int64_t rows, std::int64_t classes, const void* alpha) const {
     const TensorView grad_loss = grad_loss_at(first, rows);
     return {.alpha = floats(alpha),
@@ -126,8 +127,8 @@ class FusedChunks final : public LinearCrossEntropyChunks {
     return element(problem_.kept.data, problem_.kept.dtype, first * problem_.kept.stride);
   }
 
-  /// Calls function(fused rows, gradient, exps, first row) for each chunk, whose hidden has been gathered. `alpha` is
-  /// that of fused_gradient().
+  /// Calls function(fused rows, gradient, exps, first row) for each chunk, after gathering its hidden if needed.
+  /// `alpha` as in fused_gradient().
   template <typename Function>
   void for_each_kept_chunk(std::int64_t rows, std::int64_t at_once, const void* alpha, Function function) {
     for (std::int64_t first = 0; first < rows; first += at_once) {
@@ -141,7 +142,8 @@ class FusedChunks final : public LinearCrossEntropyChunks {
     }
   }
 
-  /// The memory of grad_hidden, which is written last, for a matrix of the same shape; nullptr where it does not suit.
+  /// The memory of grad_hidden, which the call writes last, as space for f x, a matrix of the same shape; nullptr if
+  /// its dtype, strides or alignment do not suit.
   GemmMatrix memory_of_grad_hidden() const {
     using namespace linear_cross_entropy_tensors;
     const auto& loop = problem_.view.rows;
@@ -156,9 +158,10 @@ class FusedChunks final : public LinearCrossEntropyChunks {
     add_targets(fused, problem_.grad_head, problem_.grad_head_dtype, problem_.grad_head_stride, memory_.grad_bias);
   }
 
-  /// The products are those of forward(), but dW is one product of all rows where their f x have a place. With
-  /// dL/d(entropy) the exps become the gradient of the logits, and both products are of that. Rows that are gathered,
-  /// or whose f x have no place, are finished chunk by chunk, twice; else all at once.
+  /// The products of forward(), but dW is one product over all kept rows if f x has memory for all of them. With
+  /// dL/d(entropy) the exps become the gradient of the logits, which is then the factor of both products. The rows are
+  /// finished all at once; chunk by chunk, before each of the two products, if the rows are gathered or f x has no
+  /// memory.
   void backward_of_kept_exps(std::int64_t rows) override {
     const std::int64_t classes = problem_.classes;
     const bool is_of_logits = problem_.grad_entropy != nullptr;

@@ -1,4 +1,4 @@
-// The last steps of the fused path with exps (fused.h): what makes gradients of their products.
+// The last steps of a chunk with exps (fused.h): gradients from the products with E.
 #include <type_traits>
 
 #include "cuda/softmax.cuh"
@@ -8,14 +8,14 @@
 namespace eaves::cuda {
 namespace {
 
-/// The part of a shard in the softmax of all.
+/// The share of one shard in the softmax's sum over all shards.
 __device__ float share_of(const SoftmaxState<float>& own, const SoftmaxState<float>& all) {
   if (all.max == infinity<float>()) return own.max == infinity<float>() ? 1.0f : 0.0f;
   if (all.max == -infinity<float>()) return nan_of<float>();
   return own.sum == 0.0f ? 0.0f : exponential(softmax_anchor(own.max) - all.max) * (own.sum / all.sum);
 }
 
-/// A thread a row: row_factor and target_gradient.
+/// One thread per row: row_factor and target_gradient, from the statistics of all shards.
 __global__ void __launch_bounds__(kThreads)
     finish_exps_of_shard(const __grid_constant__ GradientOfRows rows, std::int64_t count, const float* statistics,
                          const float* gathered, std::int64_t shards) {
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
   rows.memory.target_gradient[i] = has_target ? rows.of_target(z, distance, gradient) : 0.0f;
 }
 
-/// What makes dX of E W.
+/// The inputs that turn a row of E W into a row of dX: f, g and the target's row of the head.
 struct RowsOfExps {
   const float* factor;
   const float* target_gradient;
@@ -53,7 +53,7 @@ struct RowsOfExps {
         stride(rows.head.stride) {}
 };
 
-/// A block a row. D is bfloat16, or float of a shard.
+/// One block per row. D is bfloat16, or float for a shard.
 template <typename D>
 __global__ void __launch_bounds__(kThreads)
     write_grad_hidden(const __grid_constant__ FeatureRows rows, const float* from, D* grad_hidden,
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
   };
   const bool has_unit_stride = rows.view.columns.rank == 1 && rows.view.columns.strides[kGradHidden][0] == 1;
   if (has_unit_stride && reinterpret_cast<std::uint64_t>(into) % 16 == 0) {
-    constexpr int kSize = Vector<bfloat16>::kSize;  // of which features are whole ones: cuda/exp_product.h
+    constexpr int kSize = Vector<bfloat16>::kSize;  // features is a multiple of it: cuda/exp_product.h
     for (std::int64_t f = std::int64_t{threadIdx.x} * kSize; f < features; f += kThreads * kSize) {
       const auto* products = reinterpret_cast<const float4*>(from + i * features + f);
       const float4 low = products[0], high = products[1];
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// A block a row; rows of hidden start on 16 bytes.
+/// One block per row; rows of hidden start on 16 bytes.
 __global__ void __launch_bounds__(kThreads)
     copy_hidden(const bfloat16* hidden, std::int64_t hidden_stride, const float* factor, std::int64_t features,
                 bfloat16* to, std::int64_t stride) {
@@ -106,12 +106,12 @@ __global__ void __launch_bounds__(kThreads)
     unpack(*reinterpret_cast<const Vector<bfloat16>*>(hidden + row * hidden_stride + i), values);
 #pragma unroll
     for (float& value : values)
-      value = own == 0.0f ? 0.0f : value * own;  // 0 * NaN: hidden of a row that does not count
+      value = own == 0.0f ? 0.0f : value * own;  // hidden of a row that does not count may be NaN
     *reinterpret_cast<Vector<bfloat16>*>(to + row * stride + i) = pack<bfloat16>(values);
   }
 }
 
-/// kSize elements from an address that suits.
+/// Loads kSize elements. With kSize > 1 the address has to be aligned to vectors.
 template <int kSize, typename T>
 __device__ void load_elements(const T* from, float (&values)[kSize]) {
   if constexpr (kSize == 1) {
@@ -141,9 +141,10 @@ __device__ void store_elements(const float (&values)[kSize], T* to) {
   }
 }
 
-/// Adds the sum of target_gradient * hidden, over the rows with a target, to that class's grad_head, and the sum of
-/// target_gradient to its grad_bias; each may be nullptr. A block for each row and some features, of which the first
-/// row of a class does it, and looks for the others only where there are some.
+/// For each class that is a target: adds the sum of target_gradient * hidden over its rows to the class's row of
+/// grad_head, and the sum of target_gradient to its element of grad_bias; either may be nullptr. There is a block for
+/// each row and each range of features. The blocks of a class's first row do the work; they search for the later rows
+/// of the class only if has_more_rows is set.
 template <typename G, int kSize>
 __global__ void __launch_bounds__(kThreads)
     add_targets(const __grid_constant__ FusedMemory memory, std::int64_t rows, const bfloat16* hidden,
@@ -169,11 +170,11 @@ __global__ void __launch_bounds__(kThreads)
     for (int k = 0; k < kSize; ++k) sums[k] = gradient == 0.0f ? sums[k] : fmaf(gradient, values[k], sums[k]);
   };
   add(first);
-  constexpr int kPart = 1024;  // rows that are looked at in turn
+  constexpr int kPart = 1024;  // rows per step of the search
   constexpr int kRounds = kPart / kThreads;
   const auto warp = static_cast<int>(threadIdx.x) / 32;
   const auto lane = static_cast<int>(threadIdx.x) % 32;
-  __shared__ unsigned of_class[kPart / 32];  // a bit a row
+  __shared__ unsigned of_class[kPart / 32];  // one bit per row
   for (std::int64_t begin = memory.has_more_rows[first] != 0 ? first + 1 : rows; begin < rows; begin += kPart) {
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
@@ -231,7 +232,7 @@ void copy_hidden(const FusedRows& rows, const float* factor, void* to, std::int6
 void add_targets(const FusedRows& rows, void* grad_head, DType dtype, std::int64_t stride, double* grad_bias) {
   const auto add = [&](auto* to) {
     using G = std::remove_pointer_t<decltype(to)>;
-    // hidden and features suit vectors: cuda/exp_product.h.
+    // hidden and features suit vectors already: cuda/exp_product.h.
     const bool suits =
         (reinterpret_cast<std::uintptr_t>(to) | static_cast<std::uintptr_t>(stride) * sizeof(G)) % 16 == 0;
     const int size = suits ? Vector<bfloat16>::kSize : 1;

@@ -1,13 +1,13 @@
-// The backward of the fused path (fused.h): the gradient of the logits, by one product.
+// The backward of the fused path (fused.h): one product writes the gradient of the logits.
 #include "ops/linear_cross_entropy/fused/rows.cuh"
 
 namespace eaves::cuda {
 namespace {
 
-/// A thread a row: shift and coefficients for the product. With c = log2(e), d = z' - lse d * c = t + rest and
-/// m the softmax_factor:
+/// One thread per row: shift, constant and slope for the product. With c = log2(e), d = z' - lse, d * c = t + rest and
+/// m = softmax_factor:
 ///   softmax * (m + slope * d) = 2^t * 2^rest * (m + slope / c * (t + rest)) = 2^t * (constant + slope' * t)
-/// times scale = dz'/dz. An infinite lse has no rest.
+/// All of it is times scale = dz'/dz. For an infinite lse, rest counts as 0.
 __global__ void __launch_bounds__(kThreads)
     prepare_gradient(const __grid_constant__ GradientOfRows rows, std::int64_t count) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads)
   rows.memory.constant[i] = slope == 0.0f || !is_finite ? constant : fmaf(slope, rest, constant);
 }
 
-/// A thread a row: the target's element.
+/// One thread per row: overwrites the target's element.
 __global__ void __launch_bounds__(kThreads)
     finish_gradient(const __grid_constant__ GradientOfRows rows, std::int64_t count) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;

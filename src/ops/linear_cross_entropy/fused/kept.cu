@@ -1,10 +1,10 @@
-// The exps that a forward keeps for the backward (fused.h).
+// Exponentials that a forward keeps for the backward (fused.h).
 #include "ops/linear_cross_entropy/fused/rows.cuh"
 
 namespace eaves::cuda {
 namespace {
 
-/// In the last elements of a row of exps.
+/// The last elements of a row of kept exps hold these numbers.
 struct KeptNumbers {
   float row_factor;  ///< scale / S
   float target_logit;
@@ -22,7 +22,7 @@ __device__ bool has_no_gradient(const RowGradient<float>& row) {
   return row.softmax_factor == 0.0f && row.target_factor == 0.0f && row.slope == 0.0f;
 }
 
-/// A thread a row.
+/// One thread per row.
 __global__ void __launch_bounds__(kThreads)
     keep_numbers(const __grid_constant__ FusedGradient gradient, const __grid_constant__ FusedMemory memory,
                  std::int64_t count) {
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads)
   if (i < count) *numbers_of(gradient, i) = {memory.row_factor[i], memory.target_logit[i]};
 }
 
-/// A thread a row.
+/// One thread per row.
 __global__ void __launch_bounds__(kThreads)
     finish_rows(const __grid_constant__ GradientOfRows rows, std::int64_t count) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(kThreads)
   put_first_of_class(rows.memory, i, column);
 }
 
-/// A block a row: marks the first row of a class that has more. Exps that may be NaN, beside an lse that is not finite,
-/// become 0 where the row has no gradient.
+/// One block per row: marks the first row of each class with several rows. If lse is not finite, the exps may be NaN;
+/// in a row without a gradient they then become 0.
 __global__ void __launch_bounds__(kThreads)
     finish_exps(const __grid_constant__ GradientOfRows rows, std::int64_t count, std::int64_t classes) {
   const std::int64_t i = blockIdx.x;
@@ -58,8 +58,9 @@ __global__ void __launch_bounds__(kThreads)
   for (std::int64_t v = threadIdx.x; v < classes; v += kThreads) exps[v] = round_to<bfloat16>(0.0f);
 }
 
-/// Blocks a row, each with a part of its classes. With p = f E, f without the scale:
-///   dL/dz = p * (m + slope * log(p)) * scale = E * (row_factor + f * slope * scale * log(p))
+/// Several blocks per row, each with a part of the classes. With q = (the forward's row_factor) / scale, so that
+/// p = q * E is the softmax:
+///   dL/dz = p * (m + slope * log(p)) * scale = E * (row_factor + q * slope * scale * log(p))
 __global__ void __launch_bounds__(kThreads)
     write_gradient_of_exps(const __grid_constant__ GradientOfRows rows, std::int64_t classes) {
   constexpr int kSize = Vector<bfloat16>::kSize;
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
   const float log2_factor = log2f(of_row / rows.transform.scale);
   const auto gradient_of = [&](float exp, std::int64_t v) {
     if (v == column) return of_target;
-    if (row_factor == 0.0f && slope == 0.0f) return 0.0f;  // whatever the exps are
+    if (row_factor == 0.0f && slope == 0.0f) return 0.0f;  // even if the exp is not finite
     const float of_entropy = slope == 0.0f || exp == 0.0f ? 0.0f : slope * (__log2f(exp) + log2_factor);
     return exp * (row_factor + of_entropy);
   };

@@ -1,4 +1,5 @@
-// What the kernels of the fused path (fused.h) know of a row: its target, its logit's product, its gradient.
+// The per-row parts that the kernels of the fused path (fused.h) share: the target of a row, its dot products with
+// classes of the head, and the inputs of its gradient.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -35,15 +36,15 @@ struct Targets {
 
   __device__ std::int64_t of(std::int64_t row) const { return integer_at(targets, row * stride); }
   __device__ bool is_ignored(std::int64_t row) const { return of(row) == ignore_index; }
-  /// -1 where the row is ignored, and where the class is in another block, or is none.
+  /// -1 if the row is ignored, or if its class is in another block or out of range.
   __device__ int column(std::int64_t row) const {
     const std::int64_t column = of(row) - first_class;
     return !is_ignored(row) && column >= 0 && column < classes ? static_cast<int>(column) : -1;
   }
 };
 
-/// hidden of a row times `kCount` rows of the head, by a warp; every lane gets them. Each is the same whatever the
-/// others.
+/// The dot products of a row of hidden with `kCount` rows of the head, by a warp; every lane gets all of them. The bits
+/// of each product do not depend on the other products.
 template <int kCount, typename T>
 __device__ void multiply(const T* hidden, const T* const (&head)[kCount], std::int64_t features,
                          float (&products)[kCount]) {
@@ -66,7 +67,7 @@ __device__ void multiply(const T* hidden, const T* const (&head)[kCount], std::i
   for (float& product : products) product = reduce_lanes<32>(product, Plus{});
 }
 
-/// What the gradient of each row is made of.
+/// The inputs of every row's gradient.
 struct GradientOfRows {
   Targets targets;
   FastTransform transform;
@@ -102,22 +103,22 @@ struct GradientOfRows {
     return row_gradient(inputs, terms);
   }
 
-  /// As the forward kept it.
+  /// With the lse that the forward kept.
   __device__ RowGradient<float> row(std::int64_t i) const { return row(i, in.lse.load<float>(in.lse.row(i))); }
 
-  /// The gradient of the logit z of the row's target, whose z' is `d` above lse, at most 0: softmax - 1 would cancel.
+  /// dL/dz for the target's logit z. `d` is z' - lse, at most 0; expm1(d) replaces softmax - 1, which would cancel.
   __device__ float of_target(float z, float d, const RowGradient<float>& row) const {
     if (row.softmax_factor == 0.0f && row.target_factor == 0.0f && row.slope == 0.0f) return 0.0f;
     const float p = exponential(d);
     float gradient = row.target < 0 ? p * row.softmax_factor : fmaf(std::expm1(d), row.target_factor, p * row.surplus);
-    // 0 * -infinity must be 0. fmax() drops a NaN, but then p is one.
+    // p * d has to be 0 for d = -infinity. fmaxf() drops a NaN of d, but p is NaN then.
     if (row.slope != 0.0f) gradient = fmaf(p, row.slope * fmaxf(d, -1e30f), gradient);
     return gradient * (transform.scale * transform.derivative(z));
   }
 };
 
-/// The first row of each class, and whether the class has more rows; `column` is the row's class, or negative. Call
-/// mark_more_rows() after put_first_of_class() has run for every row.
+/// Finds the first row of each class, then marks the classes with more rows. `column` is the row's class; negative:
+/// none. mark_more_rows() has to follow put_first_of_class() of all rows.
 __device__ inline void put_first_of_class(const FusedMemory& memory, std::int64_t row, int column) {
   if (memory.first_of_class == nullptr) return;
   const std::int64_t of_all = memory.first_row + row;

@@ -1,18 +1,21 @@
-// The first step of the fused path (fused.h): each row's target, and a guess at its largest logit.
+// The first step of the fused path with a guessed shift (fused.h): the target of each row, and the guess at its largest
+// logit.
 #include "ops/linear_cross_entropy/fused/rows.cuh"
 
 namespace eaves::cuda {
 namespace {
 
-/// 2^t stays within float32 up to t = 127, and counts down to -126. A row's largest logit is seldom 2^127 (e^88) times
-/// the largest sampled one, unless the samples themselves are spread widely: normal logits with a deviation of 64, say.
-/// Those rows get more room above, up to kMostRoom, and still count what is 2^-36 of the largest sample.
+/// float32 holds 2^t for t from -126 to 127. Usually a row's largest exponential is less than 2^127 (e^88) times the
+/// largest sampled one, unless the samples themselves are spread widely: normal logits with a deviation of 64, say. A
+/// row with such samples gets up to kMostRoom more room above, and still counts exponentials down to 2^-36 of the
+/// largest sample.
 constexpr float kUsualSpread = 60.0f;
 constexpr float kMostRoom = 90.0f;
-/// Farther below the largest are classes that a bias masks: -1e4 is 14427.
+/// Samples farther below the largest are classes that a bias masks (-1e4 is an exponent of -14427). They say nothing
+/// about the spread of the other classes.
 constexpr float kMasked = 4096.0f;
 
-/// A warp a row.
+/// One warp per row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     guess_shift(const __grid_constant__ Targets targets, std::int64_t rows, const T* hidden, std::int64_t hidden_stride,
@@ -34,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
   float count = 0.0f;
   for (int i = threadIdx.x % 32; i < sample_count; i += 32) {
     const float exponent = exponent_of(i);
-    if (!(exponent > largest - kMasked)) continue;  // a class that is masked says nothing of the others' spread
+    if (!(exponent > largest - kMasked)) continue;
     sum += exponent;
     count += 1.0f;
   }
@@ -48,7 +51,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (threadIdx.x % 32 != 0) return;
   memory.target[row] = column;
-  memory.shift[row] = targets.is_ignored(row)              ? infinity<float>()  // 2^t is 0
+  memory.shift[row] = targets.is_ignored(row)              ? infinity<float>()  // 2^t becomes 0
                       : fabsf(largest) < infinity<float>() ? largest + room
                                                            : 0.0f;
   put_first_of_class(memory, row, column);

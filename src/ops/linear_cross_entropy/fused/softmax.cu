@@ -1,5 +1,5 @@
-// The loss alone by an online softmax (fused.h): the product finds the largest logit of each tile by itself, and a
-// row's statistics are merged from its tiles. Nothing is guessed, and nothing is computed again.
+// The loss alone by an online softmax (fused.h): the product finds the shift of each tile, and merge_tiles() merges the
+// tiles of a row.
 #include <cmath>
 
 #include "cuda/softmax.cuh"
@@ -8,19 +8,19 @@
 namespace eaves::cuda {
 namespace {
 
-/// A thread a row.
+/// One thread per row.
 __global__ void __launch_bounds__(kThreads)
     find_targets(const __grid_constant__ Targets targets, std::int64_t count, std::int32_t* to) {
   const std::int64_t row = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (row < count) to[row] = targets.column(row);
 }
 
-/// A lane a row, whose tiles the warps of a block share: the largest shift, then sums that count from it. Rows behind
-/// the last one are read and not stored.
+/// One lane per row; the warps of a block share the tiles of their 32 rows. It finds a row's largest shift, then adds
+/// up the tiles relative to that shift. Rows beyond the last one are read but not stored.
 __global__ void __launch_bounds__(kThreads)
     merge_tiles(const __grid_constant__ GradientOfRows rows, const __grid_constant__ SumsOfTiles tiles,
                 std::int64_t count, float* statistics) {
-  static_assert(kExpProductRows % 32 == 0);  // the sums have whole tiles of rows
+  static_assert(kExpProductRows % 32 == 0);  // the sums have rows up to a whole tile
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const std::int64_t row = std::int64_t{blockIdx.x} * 32 + lane;
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll 4
   for (std::int64_t tile = warp; tile < tiles.tiles; tile += kWarps) {
     const auto sum = double(tiles.sum(tile, row));
-    if (sum == 0.0) continue;  // its shift may be any number
+    if (sum == 0.0) continue;  // the tile's shift may then be any number
     const double up = double(softmax_anchor(tiles.shift(tile, row))) - double(softmax_anchor(largest));
     const double factor = exp2(up);
     sums.sum += factor * sum;
@@ -55,12 +55,12 @@ __global__ void __launch_bounds__(kThreads)
   }
   ClassStatistics<float> state;
   if (rows.targets.is_ignored(row)) {
-    // Its statistics are not used.
+    // The statistics of an ignored row are not used.
   } else if (fabsf(largest) < infinity<float>()) {
     state = statistics_of_sums(sums, largest, rows.transform);
   } else {
     state.softmax = {largest, static_cast<float>(sums.sum)};
-    state.moment = 0.0f * state.softmax.sum;  // NaN, but of no logit above -infinity
+    state.moment = 0.0f * state.softmax.sum;  // 0 if all logits are -infinity, else NaN
   }
   store_row_statistics(rows, row, state, statistics);
 }

@@ -1,5 +1,5 @@
-// The second step of the fused path (fused.h): the product with its sums, of which a row's statistics are made; with
-// its exps, or without.
+// The second step of the fused path with a guessed shift (fused.h): the product, with exps or without, and the
+// statistics of each row from the product's sums.
 #include <algorithm>
 #include <cmath>
 
@@ -8,19 +8,20 @@
 #include "ops/linear_cross_entropy/fused/sums.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-#pragma nv_diag_suppress 177  // what repeat_rows alone uses, whose clusters such a GPU does not have
+#pragma nv_diag_suppress 177  // only repeat_rows calls these functions, and its clusters need compute capability 9.0
 #endif
 
 namespace eaves::cuda {
 namespace {
 
-/// Each of the exps of a row times 2^-`exponent`, those that left float32's range from logits that are
-/// computed again. By a cluster, of which each block writes a part. Rows of exps start on 16 bytes.
+/// Multiplies the exps of a row by 2^-`exponent`. Exps of lost tiles, or all of them (`is_all`), left float32's range
+/// and are computed from their logits again. A cluster calls it, each block for a part of the row. Rows of exps start
+/// on 16 bytes.
 __device__ __noinline__ void lower_exps(const LostTiles& lost, const LogitFactors<bfloat16>& factors, std::int64_t row,
                                         std::int64_t classes, const FastTransform& transform, float shift,
                                         float exponent, bool is_all, int block, bfloat16* exps) {
   constexpr int kSize = Vector<bfloat16>::kSize;
-  static_assert(kClasses % kSize == 0);  // a vector's classes are of one tile
+  static_assert(kClasses % kSize == 0);  // all classes of a vector are in one tile
   const float power = exp2f(-exponent);
   const std::int64_t whole = classes / kSize * kSize;
   const int thread = block * kRepeatThreads + static_cast<int>(threadIdx.x);
@@ -49,15 +50,15 @@ __device__ __noinline__ void lower_exps(const LostTiles& lost, const LogitFactor
   });
 }
 
-/// What a row's exps need before gradients are made of them (fused.h).
+/// The correction that the exps of a row need before the products with them.
 struct Lowering {
-  float exponent;        ///< each becomes 2^-exponent times as large
-  bool becomes_nothing;  ///< or 0
+  float exponent;        ///< E becomes E * 2^-exponent
+  bool becomes_nothing;  ///< E becomes 0: the row has no gradient, and E is not finite
 
   __device__ bool is_needed() const { return becomes_nothing || exponent != 0.0f; }
 };
 
-/// By one thread: the statistics, and with exps row_factor and target_gradient.
+/// Called by one thread: stores the statistics, with exps also row_factor and target_gradient.
 template <bool kHasExps>
 __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, const Sums& sums, bool is_any_lost,
                               const ClassStatistics<float>& state, float* statistics) {
@@ -69,12 +70,11 @@ __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, cons
     const bool is_nothing =
         rows.is_kept ? rows.targets.is_ignored(row) : gradient.softmax_factor == 0.0f && gradient.target_factor == 0.0f;
     const float anchor = softmax_anchor(state.softmax.max);
-    // The softmax_factor of a shard, like the target's gradient, depends on the others; that of kept exps on the
-    // backward.
+    // m and g of a shard depend on the other shards; m of kept exps comes with the backward.
     const bool is_later = rows.is_shard || rows.is_kept;
     const float of_softmax = is_nothing ? 0.0f : (is_later ? 1.0f : gradient.softmax_factor) * rows.transform.scale;
-    const bool has_none = rows.is_shard && state.softmax.sum == 0.0f;  // all logits are -infinity, and the exps 0
-    // Room for a softmax_factor that comes later.
+    const bool has_none = rows.is_shard && state.softmax.sum == 0.0f;  // all logits are -infinity: S and the exps are 0
+    // A margin for the m that multiplies f later.
     const double room = rows.is_kept ? 0x1p30 : 1.0;
     const auto is_usual = [&](double value) { return value > 0x1p-100 * room && value < 0x1p95 / room; };
     const double exact_factor = double(of_softmax) / sums.sum;
@@ -85,7 +85,7 @@ __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, cons
       const double exact = double(anchor) * kLog2EExact * rows.transform.stretch + double(log2f(state.softmax.sum)) -
                            double(rows.memory.shift[row]);
       lowering.exponent = static_cast<float>(rint(exact));
-      // Beside lse = infinity the exps are 0, and NaN where they are infinite themselves; beside -infinity NaN.
+      // With lse = infinity the exps become 0, or NaN if they are infinite; with lse = -infinity they become NaN.
       const bool is_finite = fabsf(lowering.exponent) < infinity<float>();
       factor = of_softmax * (is_finite ? exp2f(static_cast<float>(double(lowering.exponent) - exact)) : 1.0f);
     }
@@ -100,15 +100,15 @@ __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, cons
   return lowering;
 }
 
-/// The gradient of the target takes another way than its exp.
+/// The target's part of the gradients is added apart from E (fused.h).
 __device__ void clear_target(const GradientOfRows& rows, std::int64_t row) {
   const int column = rows.targets.column(row);
   if (column >= 0) static_cast<bfloat16*>(rows.in.to)[row * rows.in.stride + column] = round_to<bfloat16>(0.0f);
 }
 
-constexpr int kRowsOfBlock = 8;  // whose sums of a tile are 32 bytes
+constexpr int kRowsOfBlock = 8;  // 8 floats: the sums of a tile for these rows are 32 bytes
 
-/// Adds up the tiles of each row, and finishes those rows of which nothing has to be computed again.
+/// Adds up the tiles of each row, and finishes each row with no logit to compute again.
 template <bool kHasExps>
 __global__ void __launch_bounds__(kThreads)
     add_tiles(const __grid_constant__ GradientOfRows rows, const __grid_constant__ SumsOfTiles tiles,
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int shared_lost[kWarps][kRowsOfBlock];
   Sums own;
   int is_lost = 0;
-  static_assert(kExpProductRows % kRowsOfBlock == 0);  // the sums have whole tiles of rows
+  static_assert(kExpProductRows % kRowsOfBlock == 0);  // the sums have rows up to a whole tile
 #pragma unroll 4
   for (std::int64_t tile = threadIdx.x / kRowsOfBlock; tile < tiles.tiles; tile += kTilesAtOnce) {
     own.sum += double(tiles.sum(tile, row));
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
     sums.moment += shared_moments[i][in_block];
     is_lost |= shared_lost[i][in_block];
   }
-  const bool is_ignored = rows.targets.is_ignored(row);  // its statistics are not used
+  const bool is_ignored = rows.targets.is_ignored(row);  // the statistics of an ignored row are not used
   const float shift = rows.memory.shift[row];
   bool is_repeated = !is_ignored && (is_lost != 0 || sums.have_to_be_repeated(shift));
   if (!is_repeated) {
@@ -163,23 +163,23 @@ __global__ void __launch_bounds__(kThreads)
       if (!is_repeated) clear_target(rows, row);
     }
   }
-  // In any order: a row is the same whichever block takes it.
+  // The order of the list does not matter: every cluster computes the same result for a row.
   if (is_repeated) rows.memory.repeated_rows[atomicAdd(rows.memory.repeated_count, 1)] = static_cast<std::int32_t>(row);
 }
 
-/// The other rows, of which a cluster takes one after the other.
+/// The other rows: each cluster takes one row after the other.
 template <typename T, bool kHasExps>
 __global__ void __launch_bounds__(kRepeatThreads)
     repeat_rows(const __grid_constant__ GradientOfRows rows, const __grid_constant__ SumsOfTiles tiles,
                 const __grid_constant__ LogitFactors<T> factors, float* statistics) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // where the product is
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // the GPUs of the product
   const Targets& targets = rows.targets;
   const auto cluster = cooperative_groups::this_cluster();
   const auto block = static_cast<int>(cluster.block_rank());
   const int clusters = static_cast<int>(gridDim.x) / kRepeatBlocks;
   const int count = *rows.memory.repeated_count;
   __shared__ LostTiles lost;
-  __shared__ Lowering shared;  // of the first block
+  __shared__ Lowering shared;  // written by the first block of the cluster
   for (int i = static_cast<int>(blockIdx.x) / kRepeatBlocks; i < count; i += clusters) {
     const std::int64_t row = rows.memory.repeated_rows[i];
     const bool is_ignored = targets.is_ignored(row);
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kRepeatThreads)
       shared = store_row<kHasExps>(rows, row, sums, is_any_lost, state, statistics);
     }
     if constexpr (kHasExps) {
-      cluster.sync();  // `shared` is there
+      cluster.sync();  // `shared` is written
       const Lowering lowering = *cluster.map_shared_rank(&shared, 0);
       auto* exps = static_cast<bfloat16*>(rows.in.to) + row * rows.in.stride;
       if (lowering.becomes_nothing) {
@@ -247,7 +247,7 @@ void add_and_repeat(const FusedRows& rows, const GradientOfRows& of_rows, float*
   launch(rows.op, add_tiles<kHasExps>,
          {.blocks = ceil_divide(rows.rows, kRowsOfBlock), .threads = kThreads, .stream = stream}, of_rows, tiles,
          rows.rows, statistics);
-  constexpr std::int64_t kClusters = 33;  // most have nothing to do
+  constexpr std::int64_t kClusters = 33;  // most of them find no row
   launch(rows.op, repeat_rows<T, kHasExps>,
          {.blocks = std::min(rows.rows, kClusters) * kRepeatBlocks,
           .threads = kRepeatThreads,

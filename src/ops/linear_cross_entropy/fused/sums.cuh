@@ -1,5 +1,5 @@
-// The sums that the product of the fused path (fused.h) leaves of each row, and the logits that are computed again
-// where a sum left its range.
+// The sums that the product of the fused path (fused.h) writes for each row and tile, and the logits that are computed
+// again because a sum left its range.
 #pragma once
 
 #include <cmath>
@@ -10,17 +10,17 @@
 
 namespace eaves::cuda {
 
-// A row whose logits are computed again is one of a cluster: each of its blocks computes a part of every tile.
+// A cluster computes the logits of a row again: each of its blocks takes a part of every tile.
 inline constexpr int kRepeatBlocks = 8;
 inline constexpr int kRepeatThreads = 256;
 inline constexpr int kClasses = static_cast<int>(kExpProductClasses);
 
 struct SumsOfTiles {
-  const float* shifts;  ///< nullptr: a row has one shift
+  const float* shifts;  ///< nullptr: one shift per row
   const float* sums;
   const float* moments;
   std::int64_t tiles;
-  std::int64_t rows;  ///< up to a whole tile
+  std::int64_t rows;  ///< rounded up to whole tiles
 
   explicit SumsOfTiles(const FusedRows& of)
       : shifts(of.memory.tile_shifts),
@@ -32,17 +32,17 @@ struct SumsOfTiles {
   __device__ float shift(std::int64_t tile, std::int64_t row) const { return shifts[tile * rows + row]; }
   __device__ float sum(std::int64_t tile, std::int64_t row) const { return sums[tile * rows + row]; }
   __device__ float moment(std::int64_t tile, std::int64_t row) const { return moments[tile * rows + row]; }
-  /// Did the tile leave the range in which its moment stays within float32's? Not a NaN: it would be one again.
+  /// A larger sum may have a moment beyond float32's range. A NaN is not lost: computed again, it would be NaN again.
   __device__ bool is_lost(std::int64_t tile, std::int64_t row) const { return sum(tile, row) > 0x1p120f; }
 };
 
-/// Of a row's tiles: in float64, because more than one may be near the end of float32's range.
+/// Sums over the tiles of a row, in float64, because several tiles may be near the end of float32's range.
 struct Sums {
   double sum = 0.0;
   double moment = 0.0;
 
-  /// The guess was too high, or there is no finite logit; or it was too low. Or the exponents are far from the guess,
-  /// where they lose digits, which count where lse is next to 0.
+  /// True if the guess was too high (or no logit is finite), or too low; and if the exponents are far from the guess,
+  /// so that they have lost digits, and lse is next to 0, so that these digits count.
   __device__ bool have_to_be_repeated(float shift) const {
     if (sum == 0.0 || sum == infinity<double>() || fabs(moment) == infinity<double>()) return true;
     constexpr float kFar = 20.0f;
@@ -52,7 +52,7 @@ struct Sums {
   }
 };
 
-/// Where the guess was far off, the anchor is next to the row's lse: a sum that is so far from 1 could not be merged.
+/// If the guess was far off, the anchor moves next to the row's lse: a sum that is so far from 1 could not be merged.
 __device__ inline ClassStatistics<float> statistics_of_sums(const Sums& sums, float shift,
                                                             const FastTransform& transform) {
   constexpr double kFar = 0x1p24;
@@ -71,7 +71,7 @@ __device__ inline ClassStatistics<float> statistics_of_sums(const Sums& sums, fl
   return state;
 }
 
-/// By one thread. Returns the target.
+/// Called by one thread. Returns the target.
 __device__ inline TargetClass<float> store_row_statistics(const GradientOfRows& rows, std::int64_t row,
                                                           const ClassStatistics<float>& state, float* statistics) {
   const int column = rows.targets.column(row);
@@ -102,12 +102,12 @@ struct LogitFactors {
         bias(rows.bias),
         features(rows.features) {}
 
-  /// Calls function(column, z) in lane 0 of a warp for each logit of a row and of classes [first, end) that is of the
-  /// calling block of the cluster.
+  /// Calls function(column, z), in lane 0 of a warp, for each logit of a row with a class in [first, end) that belongs
+  /// to the calling block of the cluster.
   template <typename Function>
   __device__ void for_each_logit(std::int64_t row, std::int64_t first, std::int64_t end, int block,
                                  Function function) const {
-    constexpr int kAtOnce = 3;  // loads on their way
+    constexpr int kAtOnce = 3;  // loads in flight
     constexpr int kClassesOfBlock = kClasses / kRepeatBlocks;
     static_assert(kClassesOfBlock == kRepeatThreads / 32 * kAtOnce);
     const std::int64_t column = first + block * kClassesOfBlock + threadIdx.x / 32 * kAtOnce;
@@ -125,7 +125,7 @@ struct LogitFactors {
   }
 };
 
-/// The tiles of a row that are computed again. Shared by a block.
+/// The lost tiles of a row, as bits in the shared memory of a block.
 struct LostTiles {
   static constexpr int kWords = static_cast<int>(ceil_divide(kMostFusedClasses, kExpProductClasses * 32));
   unsigned words[kWords];
@@ -139,7 +139,7 @@ struct LostTiles {
     return (words[tile / 32] >> tile % 32 & 1) != 0;
   }
 
-  /// Calls function(first class, behind the last one) for each, or for all.
+  /// Calls function(first class, end of its classes) for each lost tile, or for all tiles.
   template <typename Function>
   __device__ void for_each(std::int64_t classes, bool is_all, Function function) const {
     const std::int64_t tiles = ceil_divide(classes, kExpProductClasses);
