@@ -1,6 +1,6 @@
-// What the kernels of exp_product.h share: CUTLASS' product for Hopper (TMA, warp-specialised, two consumer warpgroups
-// with a tile each, of which one multiplies while the other takes exponentials), and a visitor that its accumulators
-// pass on their way out. What differs is what the visitor does with them.
+// The common part of the kernels of exp_product.h: CUTLASS' product for Hopper (TMA, warp-specialised, two consumer
+// warpgroups with a tile each; one multiplies while the other takes exponentials), and the visitor that receives the
+// accumulators in the epilogue. The kernels differ in the visitor's action.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,23 +24,23 @@ namespace eaves::cuda::sm90 {
 namespace fusion = cutlass::epilogue::fusion;
 
 using Tile = cute::Shape<cute::Int<kExpProductRows>, cute::Int<kExpProductClasses>, cute::_64>;
-// Tiles of rows share what is loaded of the weight.
+// The two row tiles of a cluster share the loads of the weight.
 using Cluster = cute::Shape<cute::Int<kExpProductClusterRows / kExpProductRows>, cute::_1, cute::_1>;
 inline constexpr auto kRounding = cutlass::FloatRoundStyle::round_to_nearest;
 
 // ---- the end of a product ------------------------------------------------------------------------------------------
 
-/// Columns of a warp's accumulators are spread over four lanes. A thread has two of the 64 rows of an instruction.
+/// Four lanes share the columns of a row in a warp's accumulators. A thread has two of the 64 rows of an instruction.
 inline constexpr int kLanesOfRow = 4;
 inline constexpr int kRowDistance = 8;
-inline constexpr int kRowsAtOnce = 64;  // a part of the epilogue
+inline constexpr int kRowsAtOnce = 64;  // rows of one part of the epilogue
 inline constexpr int kRowsOfThread = 2 * static_cast<int>(kExpProductRows) / kRowsAtOnce;
 
-/// The rows of a thread.
+/// The rows whose accumulators a thread has.
 struct ThreadRows {
-  std::int64_t first;       ///< the thread's first row, counted in the product
-  std::int64_t count;       ///< rows of the product; the thread's may lie behind them
-  std::int64_t class_tile;  ///< which tile of classes
+  std::int64_t first;       ///< index of the thread's first row in the product
+  std::int64_t count;       ///< rows of the product; the thread's rows may lie beyond them
+  std::int64_t class_tile;  ///< index of the tile of classes
 
   CUTLASS_DEVICE std::int64_t row(int i) const { return first + i / 2 * kRowsAtOnce + i % 2 * kRowDistance; }
   template <typename Number>
@@ -49,22 +49,22 @@ struct ThreadRows {
   }
 };
 
-/// A visitor of CUTLASS' epilogue that computes t of each accumulator, and lets an `Action` do the rest with a thread's
-/// logits. One visitor instead of a tree of CUTLASS' nodes: docs/design.md. An action is
+/// A visitor of CUTLASS' epilogue. It computes t of each accumulator and gives t to an `Action`. docs/design.md says
+/// why it is one visitor instead of a tree of CUTLASS' nodes. An action is
 ///
 ///   struct Action {
 ///     struct Arguments;
 ///     static constexpr bool kFindsShift;
 ///     Action(const Arguments&, const ThreadRows&);
-///     float of(int row, float t);   // what is written, less the soft cap's derivative; of the row-th of the thread's
-///     void end(const ThreadRows&);  // behind the last class of the tile; by all lanes
+///     float of(int row, float t);   // the result before the soft cap's derivative; `row` counts the thread's rows
+///     void end(const ThreadRows&);  // after the last class of the tile; called by all lanes
 ///   };
 ///
-/// One that finds the shift has take() instead of of(), for the logits of two rows, before they are multiplied by
-/// `factor`; it writes nothing.
+/// An action that finds the shift itself has take() instead of of(). It takes the logits of two rows before the product
+/// with `factor`, and writes nothing.
 template <typename Action, typename Element>
 struct EndOfProduct : fusion::Sm90VisitorImpl<> {
-  using ElementAux = Element;  // says what a tile of the epilogue is made of where none is written
+  using ElementAux = Element;  // the element of an epilogue tile in kernels that write no matrix
   struct SharedStorage {};
   struct Arguments {
     const float* bias = nullptr;
@@ -101,12 +101,12 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
   template <typename Coordinates>
   struct Callbacks : fusion::EmptyConsumerStoreCallbacks {
     const Params& params;
-    Coordinates coordinates;  ///< of the thread's logits, from its first one
+    Coordinates coordinates;  ///< of the thread's logits, relative to its first one
     ThreadRows rows;
     int first_class;  ///< of the thread
-    int classes;      ///< from that one to the last
+    int classes;      ///< the number of classes from first_class on
     float shift[kRowsOfThread];
-    int target[kRowsOfThread];  ///< from the thread's first class on; negative where there is none
+    int target[kRowsOfThread];  ///< relative to first_class; negative: no target
     Action action;
 
     CUTLASS_DEVICE Callbacks(const Params& given, const Coordinates& of_thread, const ThreadRows& of_rows, int first,
@@ -125,11 +125,11 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
       }
     }
 
-    /// Unrolled for each part of a tile: each line here is many in the kernel.
+    /// CUTLASS unrolls these calls for all parts of a tile: the kernel has a copy of each line for every part.
     template <typename Accumulator, int kSize>
     CUTLASS_DEVICE auto visit(cutlass::Array<Accumulator, kSize> z, int part, int of_rows, int of_columns) {
       const auto at = coordinates(cute::_, cute::_, cute::_, of_rows, of_columns);
-      const int first_row = 2 * of_rows;  // of the thread's
+      const int first_row = 2 * of_rows;  // among the thread's rows
       const auto row_of = [&](int i) CUTLASS_LAMBDA_FUNC_INLINE {
         return first_row + (cute::get<0>(at(part * kSize + i)) - of_rows * kRowsAtOnce) / kRowDistance;
       };
@@ -173,16 +173,15 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
           for (int i = 0; i < kSize; ++i) {
             const TanhAndDerivative capped = tanh_and_derivative(z[i] * params.to_tanh);
             const float value = take(i, capped.tanh);
-            result[i] =
-                value == 0.0f ? 0.0f : value * capped.derivative;  // of a row that counts for nothing, a NaN too
+            result[i] = value == 0.0f ? 0.0f : value * capped.derivative;  // a row that counts for nothing may have NaN
           }
         }
       }
       return cutlass::NumericArrayConverter<Element, float, kSize, kRounding>{}(result);
     }
 
-    /// Not of tiles behind the last class, which the scheduler adds where it takes several in turn. Of rows behind the
-    /// last one the action decides.
+    /// Skips tiles beyond the last class, which the scheduler adds if it takes several tiles in turn. Rows beyond the
+    /// last one are the action's business.
     CUTLASS_DEVICE void end() {
       const int all_classes = first_class + classes;
       if (rows.class_tile * kExpProductClasses < all_classes) action.end(rows);
@@ -203,10 +202,10 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
   Params params_;
 };
 
-/// Below it, 2^t is 0: 0 * -infinity would be NaN.
+/// A lower bound of t in moments. 2^t is 0 there; 0 * -infinity would be NaN.
 inline constexpr float kLeastExponent = -1024.0f;
 
-/// 2^t, and for each row and tile the sums of 2^t and of 2^t * t.
+/// Returns E = 2^t, and sums E and E * t for each row and tile.
 struct SumExps {
   static constexpr bool kFindsShift = false;
   struct Arguments {
@@ -242,7 +241,8 @@ struct SumExps {
   }
 };
 
-/// The online softmax: the shift is the largest z * factor that a thread has seen, then the largest of a row's tile.
+/// The online softmax. The shift is the largest z * factor that the thread has seen in a row; end() raises it to the
+/// largest in the row's tile.
 struct OnlineSoftmax {
   static constexpr bool kFindsShift = true;
   struct Arguments {
@@ -261,7 +261,7 @@ struct OnlineSoftmax {
     for (float& each : largest) each = -INFINITY;
   }
 
-  /// Sums of the row count from `larger` on, whose shift is returned. A sum of nothing had -infinity.
+  /// Moves the row's sums to the shift of `larger`, and returns that shift. An empty sum has largest = -infinity.
   CUTLASS_DEVICE float raise(int row, float larger) {
     const float shift = fabsf(larger) < INFINITY ? larger : 0.0f;  // infinity - infinity would be NaN
     const float down = fmaxf(largest[row] - shift, kLeastExponent);
@@ -274,7 +274,7 @@ struct OnlineSoftmax {
 
   template <int kSize, typename RowOf>
   CUTLASS_DEVICE void take(int first_row, const cutlass::Array<float, kSize>& inner, float factor, RowOf row_of) {
-    float most[2] = {-INFINITY, -INFINITY};  // drops a NaN, which reaches the sum
+    float most[2] = {-INFINITY, -INFINITY};  // fmaxf drops a NaN, which still reaches the sum
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSize; ++i) most[row_of(i)] = fmaxf(most[row_of(i)], inner[i]);
     float shift[2];
@@ -290,7 +290,7 @@ struct OnlineSoftmax {
         if constexpr (kHasMoment) moment[row] = fmaf(exp, fmaxf(t, kLeastExponent), moment[row]);
       }
     };
-    // Unwanted moments would take 3 % more of a loss of 32,768 classes and more (H200).
+    // Without this branch, unwanted moments would make a loss with 32,768 or more classes take 3 % longer (H200).
     if (to.moments != nullptr) {
       add.template operator()<true>();
     } else {
@@ -319,7 +319,8 @@ struct OnlineSoftmax {
   }
 };
 
-/// 2^t * (constant + slope * t); 0 where both are 0, whatever the logits: such a row counts for nothing.
+/// 2^t * (constant + slope * t). If both coefficients are 0, the row counts for nothing, and the result is 0 for any
+/// logits.
 struct GradientOfLogits {
   static constexpr bool kFindsShift = false;
   struct Arguments {
@@ -346,12 +347,12 @@ struct GradientOfLogits {
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
-/// The rows of whole tiles.
+/// Rows rounded up to whole tiles.
 inline std::int64_t whole_rows(const ExpProduct& product) {
   return ceil_divide(product.rows, kExpProductRows) * kExpProductRows;
 }
 
-/// `Result` is the element of what is written, or void.
+/// `Result` is the element of the matrix that the kernel writes, or void.
 template <typename Element, typename Result, typename Action>
 class Kernel {
   static constexpr int kAlignment = 16 / sizeof(Element);

@@ -1,4 +1,4 @@
-// The kernels of exp_product.h. Each is a file of its own: it takes a minute to compile.
+// The kernels of exp_product.h. Each has a file of its own, because each takes a minute to compile.
 #pragma once
 
 #include "cuda/exp_product.h"
@@ -6,7 +6,7 @@
 namespace eaves::cuda::sm90 {
 
 struct Launch {
-  int in_turn;  ///< clusters of rows that are taken along all classes together; a power of two
+  int in_turn;  ///< row clusters that run through all classes together; a power of two
   int multiprocessors;
   void* stream;
 };

@@ -1,11 +1,11 @@
-// exp_product() with sums, and with exps or without.
+// exp_product() with sums, with or without exps.
 #pragma once
 
 #include "cuda/sm90/exp_product.cuh"
 
 namespace eaves::cuda::sm90 {
 
-/// `Result`: the element of the exps, or void.
+/// `Result` is the element of the exps, or void.
 template <typename Element, typename Result>
 void run_sums(const char* op, const ExpProduct& product, const ExpProductSums& to, const Launch& launch) {
   Kernel<Element, Result, SumExps>::run(op, product, {to.sums, to.moments, whole_rows(product)}, to.exps, to.stride,

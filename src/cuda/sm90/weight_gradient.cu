@@ -1,8 +1,8 @@
-// CUTLASS' product for Hopper (TMA, warp-specialised, two consumer warpgroups with a tile each): a tile of c comes and
-// goes while the other warpgroup multiplies.
+// CUTLASS' product for Hopper (TMA, warp-specialised, two consumer warpgroups with a tile each): one warpgroup loads
+// and stores its tile of c while the other multiplies.
 //
-// It is computed as c^T += alpha b^T a: c, b and a are column-major then, and the long side of a tile, 192, lies along
-// the classes, which are many.
+// The kernel computes c^T += alpha b^T a, with c, b and a as column-major matrices. The long side of a tile, 192, then
+// lies along the classes, which are many.
 #include "cuda/sm90/weight_gradient.h"
 
 #include <cuda_runtime.h>
