@@ -1,4 +1,4 @@
-// divergence: is the call legal, and is there a GPU for it.
+// divergence: checks that a call is legal and that there is a GPU for it.
 #include "ops/divergence/divergence.h"
 
 #include "core/check.h"

@@ -1,10 +1,10 @@
 // The divergence of two distributions over the classes, row by row, and the gradient of the student's logits: the
-// passes of a distillation loss over the logits of a chunk. On a GPU alone; python/eaves/_chunked/divergence.py has the
-// same in PyTorch's operators, for the CPU and float64.
+// passes of a distillation loss over the logits of a chunk. These kernels are for a GPU;
+// python/eaves/_chunked/divergence.py has the same in PyTorch's operators, for the CPU and float64.
 //
-// z = logits / temperature, s = softmax(z) of the student, t = softmax(z) of the teacher. With f' the derivative of a
-// summand of the divergence by s, the gradient of z is s * (f' - centre), centre = sum s * f'. A summand is 0 if its
-// probability is.
+// z = logits / temperature; s = softmax(z) of the student, t = softmax(z) of the teacher. The divergence is a sum over
+// the classes. With f' the derivative of a summand by s, the gradient of the student's z is s * (f' - centre),
+// centre = sum s * f'. A summand with probability 0 is 0.
 #pragma once
 
 #include <cstddef>
@@ -13,28 +13,27 @@
 #include "eaves/context.h"
 #include "eaves/tensor.h"
 
-#pragma GCC visibility push(default)  // for the Python package
+#pragma GCC visibility push(default)  // exported for the Python package
 namespace eaves {
 
 enum class Divergence : std::uint8_t {
   forward,  ///< sum t * (log t - log s)
   reverse,  ///< sum s * (log s - log t)
-  /// With m = beta * t + (1 - beta) * s:
-  /// beta * sum t * (log t - log m) + (1 - beta) * sum s * (log s - log m)
+  /// with m = beta * t + (1 - beta) * s: beta * sum t * (log t - log m) + (1 - beta) * sum s * (log s - log m)
   jsd,
   total_variation,  ///< sum |s - t| / 2
 };
 
-/// Logits from u = values + bias: scale * u, or with a soft cap softcap * tanh(scale * u / softcap).
+/// The logits of u = values + bias: scale * u, or with a soft cap softcap * tanh(scale * u / softcap).
 struct Distribution {
-  TensorView values = {};  ///< [rows, classes], rows of unit stride; float32, of a teacher also float16 or bfloat16
+  TensorView values = {};  ///< [rows, classes], rows of unit stride; float32, for a teacher also float16 or bfloat16
   TensorView bias = {};    ///< [classes], contiguous float32; or absent
   double scale = 1.0;
   double softcap = 0.0;              ///< 0: none
   bool holds_probabilities = false;  ///< the logits are log(values)
 };
 
-/// One float32 for each row, [rows], any stride; absent: `constant`.
+/// One float32 number per row, [rows], any stride; if absent, `constant` for all rows.
 struct RowNumber {
   TensorView values = {};
   double constant = 0.0;
@@ -46,11 +45,11 @@ struct DivergenceInputs {
   RowNumber temperature = {{}, 1.0};
   Divergence divergence = Divergence::forward;
   double beta = 0.5;
-  /// [rows], int64: classes of a cross entropy of the student's logits at temperature 1; optional
+  /// optional; [rows], int64: the classes for a cross entropy of the student's logits at temperature 1
   TensorView targets = {};
 };
 
-/// Columns of `statistics`. An lse is two of them: the largest z, and the logarithm of the sum of exp(z - largest).
+/// Columns of `statistics`. An lse has two columns: the largest z, and the logarithm of sum exp(z - largest).
 enum class DivergenceStatistic : std::uint8_t {
   divergence,
   lse,
@@ -64,26 +63,26 @@ inline constexpr std::int64_t kDivergenceStatistics = 10;
 
 struct DivergenceForwardArgs {
   DivergenceInputs inputs = {};
-  TensorView statistics = {};  ///< out; [rows, kDivergenceStatistics], contiguous float32. No divergence is below 0.
+  TensorView statistics = {};  ///< out; [rows, kDivergenceStatistics], contiguous float32. No divergence is negative.
 };
 
 struct DivergenceBackwardArgs {
   DivergenceInputs inputs = {};
-  TensorView lse = {};          ///< [rows, 2], float32, the last axis of unit stride
+  TensorView lse = {};          ///< [rows, 2], float32, the last axis with unit stride
   TensorView teacher_lse = {};  ///< likewise
   TensorView hard_lse = {};     ///< likewise; with targets
   RowNumber centre = {};
   RowNumber entropy = {};
   RowNumber hard_loss = {};
 
-  /// Upstream gradients. If all of a row are 0, its gradient is 0 for any logits.
+  /// Upstream gradients. A row with upstream gradients that are all 0 has the gradient 0 for any logits.
   RowNumber grad_divergence = {};
   RowNumber grad_lse = {};
   RowNumber grad_entropy = {};
   RowNumber grad_hard_loss = {};  ///< with targets
 
-  /// out; dL/d(student's values), rows of unit stride; float32, float16 or bfloat16. In float32 it may be the memory of
-  /// the student's values, which may be the teacher's too.
+  /// out; dL/d(student's values), rows of unit stride; float32, float16 or bfloat16. In float32 it may share the memory
+  /// of the student's values, which may also be the teacher's.
   TensorView grad_values = {};
 };
 

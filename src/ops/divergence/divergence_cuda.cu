@@ -1,6 +1,6 @@
-// divergence on a GPU: one pass over both rows for each lse and a KL divergence, a second one for a divergence that
-// needs both lse first, and one for the gradient. Every pass reads the two rows side by side, a block a piece of a row,
-// and waits for memory alone.
+// divergence on a GPU. The first pass computes each lse and a KL divergence; a second pass computes a divergence that
+// needs both lse first; the last pass writes the gradient. Every pass reads the student's and the teacher's row side by
+// side, one block per piece of a row, and is bound by memory alone.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -22,16 +22,16 @@ namespace {
 // ---- policy ---------------------------------------------------------------------------------------------------------
 
 constexpr int kThreads = 256;
-constexpr int kVectors = 4;  // groups of four columns that a thread loads of each row before it uses the first
-constexpr int kColumns = 4 * kVectors;  // of a thread at once
+constexpr int kVectors = 4;             // groups of four columns per row that a thread loads before it uses the first
+constexpr int kColumns = 4 * kVectors;  // columns of a thread per batch
 constexpr std::int64_t kBatch = std::int64_t{kThreads} * kColumns;
-/// Columns of a block, whatever the number of rows: a row's result does not depend on the others.
+/// Columns of a block. The number of rows does not change them, so no row's result depends on the other rows.
 constexpr std::int64_t kPiece = 4 * kBatch;
-constexpr int kBlocks = 3;  // of a multiprocessor, as a bound of their registers
+constexpr int kBlocks = 3;  // resident blocks per multiprocessor, which bounds a thread's registers
 
 // ---- arguments of kernels -------------------------------------------------------------------------------------------
 
-/// tanh_and_derivative() with a relative error of 3e-7 for small x too.
+/// tanh_and_derivative(), with a relative error of 3e-7 for small x too.
 __device__ TanhAndDerivative exact_tanh(float x) {
   TanhAndDerivative found = tanh_and_derivative(x);
   const float square = x * x;
@@ -43,8 +43,8 @@ __device__ TanhAndDerivative exact_tanh(float x) {
 }
 
 struct Logit {
-  float value;  ///< before the temperature divides it
-  float slope;  ///< its derivative by the value in memory, which is no probability
+  float value;  ///< before the division by the temperature
+  float slope;  ///< d(logit) / d(value in memory), for a value that is no probability
 };
 
 struct Side {
@@ -55,7 +55,7 @@ struct Side {
   float softcap;  ///< 0: none
   float to_tanh;  ///< scale / softcap
   bool holds_probabilities;
-  bool is_plain;  ///< nothing but the scale
+  bool is_plain;  ///< only the scale applies: no bias, no soft cap, no probabilities
 
   explicit Side(const Distribution& of)
       : values(of.values.data),
@@ -122,7 +122,7 @@ struct Inputs {
   __device__ std::int64_t target(std::int64_t row) const { return targets[row * target_stride]; }
 };
 
-/// The rows of a block and its columns.
+/// The row and the columns of a block.
 struct Piece {
   std::int64_t row;
   std::int64_t index;
@@ -138,15 +138,15 @@ struct Piece {
 
 // ---- loads and stores -----------------------------------------------------------------------------------------------
 
-/// Column i of a thread in the batch that begins with column `first`. Vectors have four side by side; rows that do not
-/// begin on a vector are read one by one, neighbouring columns by neighbouring threads.
+/// Column i of a thread in the batch that begins with column `first`. A vector has four adjacent columns. Rows that do
+/// not begin on a vector are read one column at a time, adjacent columns by adjacent threads.
 template <bool kHasVectors>
 __device__ std::int64_t column_of(std::int64_t first, int i) {
   if constexpr (kHasVectors) return first + (i / 4 * kThreads + threadIdx.x) * 4 + i % 4;
   return first + std::int64_t{i} * kThreads + threadIdx.x;
 }
 
-/// Values beyond the last column are 0. kIsOverwritten: each thread writes over its own values later.
+/// Values beyond the last column are 0. kIsOverwritten: the thread later writes over the values that it loads.
 template <bool kHasVectors, bool kIsOverwritten = false, typename T>
 __device__ void load(const T* row, std::int64_t first, std::int64_t last, float (&values)[kColumns]) {
   if constexpr (!kHasVectors) {
@@ -206,7 +206,7 @@ __device__ void store(T* row, std::int64_t first, std::int64_t last, const float
   }
 }
 
-/// Logits of a batch, from its values; -inf beyond the last column.
+/// The logits of a batch, from its values; -inf beyond the last column.
 template <bool kHasVectors>
 __device__ void to_logits(const Side& side, std::int64_t first, std::int64_t last, float (&values)[kColumns]) {
   if (side.is_plain) {
@@ -227,9 +227,9 @@ __device__ void to_logits(const Side& side, std::int64_t first, std::int64_t las
 
 // ---- probabilities --------------------------------------------------------------------------------------------------
 
-// product() of cross_entropy_transform.cuh is rounded by itself: of two equal rows the difference of two of them is 0.
+// product() of cross_entropy_transform.cuh is rounded by itself, so that equal rows have differences of exactly 0.
 
-/// p * number; 0 if p is 0, for any number.
+/// p * number; 0 for p = 0 and any number.
 __device__ float weighted(float p, float number) { return p == 0.0f ? 0.0f : p * number; }
 
 struct Lse {
@@ -241,17 +241,17 @@ struct Lse {
   }
 };
 
-/// The summand of one class, and its s * f' without a constant in f'.
+/// The summand of one class, and s * f' without a constant in f'.
 struct Term {
   float divergence;
   float weighted;
 };
 
-/// For a divergence whose terms need both lse.
+/// For a divergence with terms that need both lse.
 __device__ Term term_of(Divergence divergence, float beta, float log_s, float log_t, float s, float t) {
   if (divergence == Divergence::total_variation) {
     const float difference = s - t;
-    const float sign = difference > 0.0f ? 0.5f : difference < 0.0f ? -0.5f : difference;  // of NaN NaN
+    const float sign = difference > 0.0f ? 0.5f : difference < 0.0f ? -0.5f : difference;  // a NaN stays NaN
     return {0.5f * fabsf(difference), sign * s};
   }
   // u = log m - max(log s, log t)
@@ -264,17 +264,17 @@ __device__ Term term_of(Divergence divergence, float beta, float log_s, float lo
 
 // ---- reductions -----------------------------------------------------------------------------------------------------
 
-/// Sums are of exp(z - largest z), with the anchors of SoftmaxState; the largest logits are not divided by the
+/// All sums are over exp(z - largest z), with the anchors of SoftmaxState. The largest logits are not divided by the
 /// temperature.
 struct KlState {
   float student_largest = -infinity<float>();
   float teacher_largest = -infinity<float>();
   float student_sum = 0.0f;
   float teacher_sum = 0.0f;
-  float divergence = 0.0f;            ///< of p from q: exp(z_p) * (z_p - z_q), each z without its largest
-  float entropy = 0.0f;               ///< exp(z) * z of the student, likewise
-  float hard_sum = 0.0f;              ///< of the student's exponentials at temperature 1
-  float target = -infinity<float>();  ///< its logit
+  float divergence = 0.0f;            ///< KL(p || q): sum of exp(z_p) * (z_p - z_q), each z minus its largest
+  float entropy = 0.0f;               ///< sum of exp(z) * z of the student, z minus its largest
+  float hard_sum = 0.0f;              ///< sum of the student's exponentials at temperature 1
+  float target = -infinity<float>();  ///< the target's logit
 };
 
 /// One pass over both rows: each lse, KL(t || s) or KL(s || t), the entropy of s and the hard loss.
@@ -332,7 +332,7 @@ struct KlReduction {
     const float anchor_student = softmax_anchor(largest_student);
     const float anchor_teacher = softmax_anchor(largest_teacher);
     State batch;
-#pragma unroll  // without a branch
+#pragma unroll  // no branch in the loop
     for (int i = 0; i < kColumns; ++i) {
       const float z_student = product(student[i] - anchor_student, per_temperature);
       const float z_teacher = product(teacher[i] - anchor_teacher, per_temperature);
@@ -369,7 +369,7 @@ struct KlReduction {
     const float divergence = is_reverse ? state.divergence / state.student_sum + (log_teacher - log_student)
                                         : state.divergence / state.teacher_sum + (log_student - log_teacher);
     write(DivergenceStatistic::divergence, 0, divergence < 0.0f ? 0.0f : divergence);  // a NaN stays
-    // The centre of "forward" is -sum t. It is -1 but for roundings, which would make a gradient of two equal rows.
+    // The centre of `forward` is -sum t = -1. A computed sum has roundings, which would give two equal rows a gradient.
     write(DivergenceStatistic::centre, 0, is_reverse ? divergence : -1.0f);
     write(DivergenceStatistic::entropy, 0, log_student - state.entropy / state.student_sum);
     const float hard_log_sum = per_temperature == 1.0f ? log_student : logf(state.hard_sum);
@@ -380,7 +380,7 @@ struct KlReduction {
   }
 
  private:
-  /// How far the anchor of z moves, and the factor of an exponential for it.
+  /// move(): the change of the anchor of z. step(): the factor of the exponentials for that change.
   __device__ float move(float from, float to) const {
     return product(softmax_anchor(from) - softmax_anchor(to), per_temperature);
   }
@@ -389,7 +389,7 @@ struct KlReduction {
   }
 };
 
-/// A pass over both rows with their lse: a divergence that is no KL, and its centre.
+/// A second pass over both rows with their lse: a divergence that is no KL divergence, and its centre.
 struct TermReduction {
   struct State {
     float divergence = 0.0f;
@@ -426,7 +426,7 @@ struct TermReduction {
         batch.centre += term.weighted;
       }
     };
-    // Each without a branch for every column.
+    // One loop per divergence, so that no column has a branch.
     divergence == Divergence::jsd ? add_each(Divergence::jsd) : add_each(Divergence::total_variation);
     state = (*this)(state, batch);
   }
@@ -439,7 +439,7 @@ struct TermReduction {
   }
 };
 
-/// `states` is [pieces, rows]; unused if a row is one piece. T is the teacher's.
+/// `states` is [pieces, rows]; unused if a row has one piece. T is the teacher's type.
 template <typename Reduction, typename T, bool kHasVectors>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     reduce_pieces_of_rows(const __grid_constant__ Inputs in, float* statistics, typename Reduction::State* states) {
@@ -470,7 +470,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   states[piece.index * in.rows + piece.row] = state;
 }
 
-/// A thread a row.
+/// One thread per row.
 template <typename Reduction>
 __global__ void __launch_bounds__(kThreads) merge_pieces_of_rows(const __grid_constant__ Inputs in, float* statistics,
                                                                  const typename Reduction::State* states) {
@@ -525,7 +525,7 @@ struct Gradient {
         stride(args.grad_values.strides[0]) {}
 };
 
-/// The gradient of a row's values.
+/// The gradient of the student's values in a row.
 struct RowGradient {
   const Inputs& in;
   float per_temperature;
@@ -538,7 +538,7 @@ struct RowGradient {
   float grad_lse;
   float grad_entropy;
   float grad_hard_loss;
-  float of_target;  ///< p - 1, in which nothing cancels
+  float of_target;  ///< p - 1 of the target, computed without cancellation
   std::int64_t target = -1;
   bool is_usual;
 
@@ -565,7 +565,7 @@ struct RowGradient {
     return grad_divergence == 0.0f && grad_lse == 0.0f && grad_entropy == 0.0f && grad_hard_loss == 0.0f;
   }
 
-  /// kIsUsual: the divergence alone has an upstream gradient, of logits that are plain.
+  /// kIsUsual: only the divergence has an upstream gradient, and both sides are plain.
   template <bool kIsUsual>
   __device__ float of_value(float student, float teacher, std::int64_t column, Divergence divergence) const {
     const Logit logit = in.student.logit<kIsUsual>(student, column);
@@ -593,7 +593,7 @@ struct RowGradient {
     return of_z * logit.slope;
   }
 
-  /// The gradient of a batch, in place of the student's values.
+  /// Replaces the student's values of a batch by their gradient.
   template <bool kHasVectors>
   __device__ void write(float (&student)[kColumns], const float (&teacher)[kColumns], std::int64_t first,
                         std::int64_t last) const {
@@ -604,7 +604,7 @@ struct RowGradient {
         student[i] = of_value<is_usual>(student[i], teacher[i], column, divergence);
       }
     };
-    // Each without a branch for every column.
+    // One loop per divergence, so that no column has a branch.
     if (!is_usual) return write_each(std::false_type{}, in.divergence);
     if (in.divergence == Divergence::forward) return write_each(std::true_type{}, Divergence::forward);
     if (in.divergence == Divergence::reverse) return write_each(std::true_type{}, Divergence::reverse);
@@ -616,7 +616,7 @@ struct RowGradient {
   static __device__ Lse lse_at(const float* numbers) { return {numbers[0], numbers[1]}; }
 };
 
-/// T is the teacher's.
+/// T is the teacher's type.
 template <typename T, bool kHasVectors>
 __global__ void __launch_bounds__(kThreads, kBlocks) write_gradient(const __grid_constant__ Gradient gradient) {
   const Inputs& in = gradient.inputs;
@@ -648,14 +648,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks) write_gradient(const __grid
 
 // ---- host -----------------------------------------------------------------------------------------------------------
 
-/// Whether vectors of four columns lie on a boundary of theirs in every row.
+/// True if the vectors of four columns are aligned in every row.
 bool has_vectors(const TensorView& matrix) {
   const std::size_t bytes = 4 * size_of(matrix.dtype);
   return matrix.shape[1] % 4 == 0 && matrix.strides[0] % 4 == 0 &&
          reinterpret_cast<std::uintptr_t>(matrix.data) % bytes == 0;
 }
 
-/// Calls `run` with a value of the teacher's type, and whether there are vectors.
+/// Calls `run` with the teacher's type, and with whether all matrices have vectors.
 template <typename Run>
 void dispatch(const DivergenceInputs& inputs, bool vectors, Run run) {
   const bool all_vectors = vectors && has_vectors(inputs.student.values) && has_vectors(inputs.teacher.values);
