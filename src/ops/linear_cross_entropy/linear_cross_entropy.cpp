@@ -1,4 +1,4 @@
-// linear_cross_entropy: which way a call takes, how much of it at once, and where it runs.
+// linear_cross_entropy: chooses the path of a call, its block and its device.
 #include "eaves/linear_cross_entropy.h"
 
 #include <algorithm>
@@ -28,10 +28,10 @@ constexpr const char* kRescale = "linear_cross_entropy_rescale";
 
 // ---- the fused path ------------------------------------------------------------------------------------------------
 
-/// Does the device have the kernels, and do they take hidden and the head?
+/// True if the device has the kernels, and they take hidden and the head.
 bool suits_exp_product(const LinearCrossEntropyProblem& problem) {
   if constexpr (kHasCuda) {
-    // A hidden that is no matrix is copied to memory that suits.
+    // A hidden that is no matrix is copied to memory that suits the kernels.
     const auto& rows = problem.view.rows;
     const std::int64_t stride = rows.rank == 0 ? problem.features() : rows.strides[kHidden][0];
     const GemmMatrix hidden =
@@ -42,16 +42,16 @@ bool suits_exp_product(const LinearCrossEntropyProblem& problem) {
   return false;
 }
 
-/// The product's tanh has an error of 2.4e-7 of 1, and logits one of that times the soft cap: beyond 50 logits are
-/// kept, whose tanh is more exact. The other bounds keep scale / softcap and its inverse, factors in float32, in its
-/// range.
+/// The product's tanh has an error of 2.4e-7 of 1, which the soft cap multiplies: beyond a cap of 50 the call keeps its
+/// logits in memory, with a more exact tanh. The other bounds keep scale / softcap and its inverse, which are float32
+/// factors, within float32's range.
 bool has_usual_softcap(const CrossEntropyOptions& options) {
   if (options.softcap == 0.0) return true;
   return options.softcap > 1e-6 && options.softcap <= 50.0 && options.scale / options.softcap > 1e-6 &&
          options.scale / options.softcap < 1e6;
 }
 
-/// Whatever the number of classes, if the kernels take so many.
+/// True for any number of classes that the kernels take.
 bool can_take_fused_path(const LinearCrossEntropyProblem& problem) {
   const CrossEntropyOptions& options = problem.options;
   const LossOutputs& outputs = problem.outputs;
@@ -65,19 +65,20 @@ bool can_take_fused_path(const LinearCrossEntropyProblem& problem) {
     if (problem.mode == Mode::forward_backward && problem.class_weight.data != nullptr) return false;
   }
   if (problem.classes > kMostFusedClasses || problem.rows() > kMostFusedRows) return false;
-  // With fewer rows than a tile, what is around the product takes longer than passes over the logits.
+  // With fewer rows than a tile, the steps around the product take longer than passes over logits in memory.
   if (problem.rows() < cuda::kExpProductRows && !is_batch_invariant()) return false;
   return suits_exp_product(problem);
 }
 
 }  // namespace
 
-/// float16 takes it for the loss alone: its gradients, and exps, would leave its range. Both at once of a shard with
-/// class weights does not: whether a row counts for nothing is not known before its exps are written.
+/// float16 takes the fused path for the loss alone: its gradients and exps would leave the range of float16. A shard
+/// with class weights does not take it for loss and gradients at once: the exps are written before it is known which
+/// rows count for nothing.
 bool suits_fused_path(const LinearCrossEntropyProblem& problem) {
   if (!can_take_fused_path(problem) || problem.classes < kLeastFusedClasses) return false;
   if (fused_product() != FusedProduct::where_faster) return true;
-  // A shard's logits in memory are read twice by both at once, others once.
+  // Loss and gradients at once read logits in memory twice for a shard, and once without shards.
   const bool is_whole = problem.shard == nullptr;
   if (is_whole && problem.mode == Mode::forward && !is_batch_invariant()) {
     const std::int64_t rows = problem.rows();
@@ -87,7 +88,7 @@ bool suits_fused_path(const LinearCrossEntropyProblem& problem) {
   return problem.classes >= (is_whole_at_once ? kFasterFusedClassesAtOnce : kFasterFusedClasses);
 }
 
-/// Exps of a soft cap have the derivative of its tanh in them, from which the entropy's gradient cannot be made.
+/// Exps with a soft cap include the derivative of its tanh; the gradient of the entropy cannot be computed from them.
 bool suits_kept_exps(const LinearCrossEntropyProblem& problem) {
   const bool has_entropy = problem.outputs.entropy != nullptr || problem.grad_entropy != nullptr;
   return problem.dtype == DType::bfloat16 && problem.classes >= kLeastFusedClasses &&
@@ -98,7 +99,7 @@ namespace {
 
 // ---- calls ---------------------------------------------------------------------------------------------------------
 
-/// The gradients that are there; none is written before all have been checked.
+/// The given gradients. All are checked before any is written.
 std::vector<TensorView> check_rescaled(const LinearCrossEntropyRescaleArgs& args) {
   const Argument grad_loss{kRescale, "grad_loss", args.grad_loss};
   check::is_valid(grad_loss);
@@ -127,13 +128,14 @@ std::vector<TensorView> check_rescaled(const LinearCrossEntropyRescaleArgs& args
 
 bool is_cpu(const LinearCrossEntropyProblem& problem) { return problem.device.type == DeviceType::cpu; }
 
-/// From the caller's workspace, or else the caller's limit. Of shards, whose workspaces may differ, that alone.
+/// The size of the caller's workspace, or else the caller's limit. Shards may have different workspaces, so for shards
+/// the limit alone counts.
 std::size_t limit_of(const LinearCrossEntropyShape& shape, const ExecutionContext& context) {
   if (context.workspace.data != nullptr && !shape.is_shard) return context.workspace.bytes;
   return limit_without_workspace(shape);
 }
 
-/// What is computed at once: of shards the same rows, whichever of them the problem is.
+/// The block of a call. On every shard it has the same rows.
 LinearCrossEntropyBlock block_of(const LinearCrossEntropyShape& shape, const ExecutionContext& context) {
   const LinearCrossEntropyShape planned = shape.of_largest_shard();
   LinearCrossEntropyBlock block = plan_block(planned, limit_of(planned, context));
@@ -141,7 +143,7 @@ LinearCrossEntropyBlock block_of(const LinearCrossEntropyShape& shape, const Exe
   return block;
 }
 
-/// Whatever workspace a context brings: this is what it should.
+/// The bytes that the context's workspace should have, regardless of its actual size.
 std::size_t stated_bytes(const LinearCrossEntropyProblem& problem) {
   if (!is_cpu(problem)) require_cuda(problem.op, problem.device);
   return workspace_bytes(problem, block_of(problem, {}));

@@ -1,8 +1,8 @@
-// What `eaves bench linear_cross_entropy` measures: the published tables (vocabulary by vocabulary), for both ways to
-// the gradients and over logits of two kinds, then what they leave out: the loss alone, some of the gradients, rows
-// that are ignored. Sizes, buffers and products only; the harness does the timing.
+// The measurements of `eaves bench linear_cross_entropy`: the published tables (vocabulary by vocabulary), for each
+// algorithm and for two kinds of logits; then cases beyond these tables: the loss alone, a part of the gradients,
+// ignored rows. This file has sizes, buffers and products only; the harness does the timing.
 //
-// `limit` is the matrix products that no implementation can do without, each whole and nothing between them.
+// `limit` runs the matrix products that every implementation needs, each whole, with nothing between them.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -23,25 +23,25 @@
 namespace eaves::bench {
 namespace {
 
-/// As the Python function has them.
+/// In the spelling of the Python function.
 const std::string kSpeed = "\"speed\"", kMemory = "\"memory\"", kRecompute = "\"recompute\"";
 
-/// One call of a training step. What is not named is as in the published tables.
+/// One call of a training step. Everything else is as in the published tables.
 struct Case {
   std::int64_t batch = 12288;
   std::int64_t dim = 4096;
   std::int64_t v = 32768;
   DType dtype = DType::bfloat16;
   std::string algorithm = kSpeed;
-  /// Logits of deviation 1.3, as a model has them, and so a gradient without zeros. Otherwise hidden and head have
-  /// deviation 1: the logits of a row then differ by hundreds, and nearly all of its gradient is 0.
+  /// Logits of deviation 1.3, as in a model, and so a gradient without zeros. Otherwise hidden and head have deviation
+  /// 1: the logits of a row then differ by hundreds, and nearly all of its gradient is 0.
   bool is_dense = false;
   bool has_grad_hidden = true;
   bool has_grad_head = true;
   bool half_is_ignored = false;
   bool skips_ignored = false;
-  /// What it would cost and save to round the logits to the dtype of hidden. Not the operator: the same chunks from its
-  /// parts.
+  /// Measures the cost and the gain of logits rounded to the dtype of hidden. The operator does not do this; the case
+  /// builds the same chunks from its parts.
   bool has_rounded_logits = false;
 
   bool is_loss_alone() const { return !has_grad_hidden && !has_grad_head; }
@@ -80,7 +80,7 @@ struct ProductSizes {
   std::int64_t m, n, k;
 };
 
-/// Of factors of the case's dtype; `c` has no gaps.
+/// Both factors have the case's dtype; `c` has no gaps.
 Gemm product(const Case& item, const ProductSizes& sizes, const GemmMatrix& a, const GemmMatrix& b, void* c,
              bool accumulates = false) {
   return {.m = sizes.m,
@@ -111,13 +111,13 @@ Call speed_call(Arena& arena, const Case& item) {
   return make_call(args, linear_cross_entropy_forward_backward, linear_cross_entropy_forward_backward_workspace_bytes);
 }
 
-/// Row `i` of a contiguous tensor of one or two axes, and those behind it.
+/// The address of row `i` of a contiguous tensor of one or two axes.
 void* row_of(const TensorView& tensor, std::int64_t i) {
   const std::int64_t row_elements = tensor.shape.size() == 1 ? 1 : tensor.shape[1];
   return static_cast<char*>(tensor.data) + i * row_elements * bytes_of(tensor.dtype);
 }
 
-/// The speedy way with the logits in the dtype of hidden, in chunks of as many rows: a product, the loss with the
+/// The "speed" algorithm with logits in the dtype of hidden, in chunks of as many rows: a product, the loss with the
 /// gradient over its logits, two products.
 Call rounded_logits_call(Arena& arena, const Case& item) {
   const LinearCrossEntropyInputs inputs = inputs_of(arena, item);
@@ -132,7 +132,7 @@ Call rounded_logits_call(Arena& arena, const Case& item) {
   exact.forward.outputs.loss = TensorView::contiguous(losses.data, wide, {}, device);
   const LinearCrossEntropyProblem problem = make_problem(exact);
   const std::int64_t chunk = plan_block(problem, limit_without_workspace(problem)).rows;
-  // A multiple of 256, which workspaces are aligned to.
+  // Workspaces are aligned to 256 bytes.
   const auto logits_bytes = static_cast<std::size_t>(ceil_divide(chunk * item.v * bytes_of(item.dtype), 256)) * 256;
 
   const auto run = [=](const ExecutionContext& context) {
@@ -157,13 +157,13 @@ Call rounded_logits_call(Arena& arena, const Case& item) {
                        first != 0));
     }
   };
-  // What a product takes is more than the loss of a chunk needs.
+  // A product needs more workspace than the loss of a chunk.
   const std::size_t workspace_bytes = logits_bytes + (device.type == DeviceType::cpu ? 0 : kGemmWorkspaceBytes);
   return {.run = run, .workspace_bytes = [=](const ExecutionContext&) { return workspace_bytes; }};
 }
 
-// How much a call computes at once follows from the size of its workspace: each of the two gets its own, at the start
-// of the same memory.
+// The size of its workspace decides the block of a call. Each of the two calls gets its own size, at the start of the
+// same memory.
 Call recompute_call(Arena& arena, const Case& item) {
   const DType result_dtype = accumulator_dtype(item.dtype);
   LinearCrossEntropyForwardArgs forward = forward_args(arena, item);
@@ -190,15 +190,15 @@ Call recompute_call(Arena& arena, const Case& item) {
 
 // ------------------------------------------------------------------------------------------------------- the limit
 
-/// The same rows without those that are ignored.
+/// The same rows without the ignored ones.
 Case rows_that_count(Case item) {
   item.batch = item.rows_that_count();
   item.half_is_ignored = false;
   return item;
 }
 
-// The logits of all rows, then both products with their gradient, of the dtype of hidden. That is the real gradient, in
-// memory of its own so that it stays: what a GPU draws, and so its clock, depends on how much of a factor is 0.
+// The logits of all rows, then both products with their gradient, in the dtype of hidden. It is the real gradient, in
+// memory of its own so that it stays: the power of a GPU, and so its clock, depends on the share of zeros in a factor.
 Call matrix_products(Arena& arena, const Case& item) {
   const Device device = arena.device();
   const GemmMatrix hidden{hidden_of(arena, item).data, item.dim};
@@ -237,8 +237,8 @@ Call matrix_products(Arena& arena, const Case& item) {
 
 // -------------------------------------------------------------------------------------------------------- the rows
 
-// The options under the names of the Python function's and the program's arguments, the values as JSON; `data` where
-// there are two data sets.
+// The options, in the argument names of the Python function and the program, with values as JSON; `data` if there are
+// two data sets.
 Options option_keys(const Case& item) {
   Options keys = {{"reduction", "\"mean\""}};
   const bool has_gradients = !item.is_loss_alone();
@@ -279,7 +279,8 @@ Row make_row(const Case& item) {
 
 // ------------------------------------------------------------------------------------------------------ the tables
 
-/// What a device shows: a case like all others, vocabularies, and the one where only options differ.
+/// The cases of a device: the case that all others start from, the vocabularies, and the vocabulary of the cases that
+/// vary options.
 struct Shown {
   Case like = {};
   std::vector<std::int64_t> vocabularies = {};
@@ -294,11 +295,11 @@ Shown shown_on(const Request& request) {
   } else if (request.device.type == DeviceType::cuda) {
     shown.vocabularies = {4096, 32768, 131072};
   } else {
-    // A core does in seconds what a GPU does in milliseconds.
+    // A CPU core takes seconds for the milliseconds of a GPU.
     shown.like.batch = 512;
     shown.like.dim = 1024;
     shown.vocabularies = {1024, 8192, 32768};
-    shown.dense_vocabularies = {8192};  // its clock does not depend on the numbers
+    shown.dense_vocabularies = {8192};  // the numbers do not change its clock
     shown.vocabulary_of_options = 8192;
   }
   if (shown.dense_vocabularies.empty()) shown.dense_vocabularies = shown.vocabularies;
@@ -326,7 +327,7 @@ void add_published_tables(std::vector<Table>& tables, const Shown& shown) {
   }
 }
 
-// Logits that are not exact, beside the same rows of the tables above.
+// Rounded logits, next to the same rows of the tables above.
 std::vector<Case> with_rounded_logits(const Shown& shown) {
   std::vector<Case> cases;
   for (const bool is_dense : {false, true}) {
@@ -336,14 +337,14 @@ std::vector<Case> with_rounded_logits(const Shown& shown) {
   return cases;
 }
 
-// What each saves, or does not.
+// The time that each option saves, or does not save.
 std::vector<Case> options_one_by_one(const Shown& shown, bool is_cpu) {
   const Case like = with(shown.like, [&](Case& c) { c.v = shown.vocabulary_of_options; });
   const Case half_is_ignored = with(like, [](Case& c) { c.half_is_ignored = true; });
   std::vector<Case> cases = {with(like, [](Case& c) { c.has_grad_head = false; }),
                              with(like, [](Case& c) { c.has_grad_hidden = false; }),
                              with(half_is_ignored, [](Case& c) { c.skips_ignored = true; })};
-  if (!is_cpu) cases.push_back(half_is_ignored);  // a CPU always skips
+  if (!is_cpu) cases.push_back(half_is_ignored);  // a CPU always skips ignored rows
   return cases;
 }
 
@@ -365,7 +366,7 @@ std::vector<Table> tables_of(const Request& request) {
   return tables;
 }
 
-// Over logits as a model has them.
+// With logits as in a model.
 std::vector<Row> rows_of_shape(const Shape& shape, DType dtype) {
   const Case speed{.batch = shape.sizes.at("rows"),
                    .dim = shape.sizes.at("dim"),

@@ -1,6 +1,7 @@
-// The loop of linear_cross_entropy, whatever the device: chunk by chunk the loss and the gradient of its logits, and
-// two products with that. A derived class says how loss and gradient come about: linear_cross_entropy_logits.h, of
-// logits in memory. A backend brings the rest: linear_cross_entropy_steps.h.
+// The loop of linear_cross_entropy for every device: chunk by chunk it computes the loss and the gradient of the
+// logits, and multiplies that gradient in two products. A derived class computes loss and gradient:
+// linear_cross_entropy_logits.h with logits in memory, fused/chunks.h on the fused path. A backend implements the other
+// steps: linear_cross_entropy_steps.h.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +25,8 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
   void run() {
     count_ = steps_.select_rows();
     const bool leaves_out = count_ != problem_.rows();
-    // With batch invariance hidden is copied even where no row is left out: cuBLASLt's algorithm follows the address
-    // and the stride of hidden, and must not follow whether another row is ignored.
+    // With batch invariance hidden is copied even if no row is left out: the address and the stride of hidden decide
+    // the algorithm of cuBLASLt, and an ignored row must not change it for the other rows.
     gathers_ = memory_.row_indices != nullptr &&
                (leaves_out || !shape_.is_matrix || is_batch_invariant() || problem_.has_soft_targets());
     if (problem_.bias.data != nullptr) steps_.widen(problem_.bias, problem_.classes, memory_.bias);
@@ -53,17 +54,18 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
   }
 
  protected:
-  /// The loss of rows, and where the problem wants gradients these too.
+  /// The loss of rows, and their gradients if the problem wants them.
   virtual void forward(std::int64_t first, std::int64_t rows) = 0;
 
-  /// The gradients of the first rows, of which the forward kept exps. Anything may be in grad_hidden until it is done.
+  /// The gradients of the first rows, whose exps the forward kept. It may use grad_hidden as scratch memory until it
+  /// returns.
   virtual void backward_of_kept_exps(std::int64_t /*rows*/) {}
 
-  /// The gradient of the logits of these rows and classes, to gradient_view().
+  /// Writes the gradient of the logits of these rows and classes to gradient_view().
   virtual void write_gradient(std::int64_t first, std::int64_t rows, std::int64_t first_class,
                               std::int64_t classes) = 0;
 
-  /// The gradients, by lse.
+  /// The gradients, from lse.
   void backward(std::int64_t first, std::int64_t rows) {
     for (std::int64_t first_class = 0; first_class < problem_.classes; first_class += block_.classes) {
       const std::int64_t classes = std::min(block_.classes, problem_.classes - first_class);
@@ -75,7 +77,7 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
 
   // ---- products ----------------------------------------------------------------------------------------------------
 
-  /// Of the gradient of the logits of these rows and classes, which lies where the logits lay.
+  /// Both products with the gradient of the logits of these rows and classes, which lies in the memory of the logits.
   void multiply_gradients(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) {
     const GemmMatrix gradient{memory_.logits, gradient_stride(classes)};
     if (problem_.grad_hidden != nullptr) {
@@ -91,7 +93,7 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
     }
   }
 
-  /// To memory.grad_hidden, or where nothing else is to be done with it to its place.
+  /// Writes the product to memory.grad_hidden, or straight to grad_hidden if it needs no other step.
   void multiply_grad_hidden(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes,
                             const GemmMatrix& gradient, const void* alpha) {
     multiply_grad_hidden(first, rows, first_class, classes, gradient, alpha, is_grad_hidden_wide(shape_, block_));
@@ -108,7 +110,7 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
                  .c_dtype = is_wide ? problem_.accumulator() : problem_.grad_hidden_dtype,
                  .c = memory_.grad_hidden,
                  .c_stride = problem_.features(),
-                 .alpha = is_wide ? nullptr : alpha,  // finish_grad_hidden() multiplies, not each product
+                 .alpha = is_wide ? nullptr : alpha,  // finish_grad_hidden() multiplies once, instead of each product
                  .accumulates = first_class != 0};
     if (!is_wide && !gathers_) {
       const auto& loop = problem_.view.rows;
@@ -133,7 +135,7 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
                     .accumulates = first != 0 || problem_.accumulates});
   }
 
-  /// From where multiply_grad_hidden put it to its place.
+  /// Moves the product of multiply_grad_hidden() to grad_hidden.
   void finish_grad_hidden(std::int64_t first, std::int64_t rows) {
     const bool is_wide = is_grad_hidden_wide(shape_, block_);
     if (is_wide || gathers_) {
@@ -145,7 +147,7 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
 
   // ---- statistics --------------------------------------------------------------------------------------------------
 
-  /// Of rows, into the arguments of a forward or a merge.
+  /// Sets the outputs of rows in the arguments of a forward or a merge.
   template <typename Args>
   void put_outputs(Args& args, std::int64_t first, std::int64_t rows) const {
     args.loss = numbers_at(per_row_.loss, first, rows);
@@ -191,8 +193,8 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
  private:
   // ---- one number for each row -------------------------------------------------------------------------------------
 
-  /// Where the chunks write them: to the caller's memory, or where rows are gathered or summed to the workspace. In the
-  /// backward where they are read.
+  /// The per-row tensors of the chunks: the caller's memory, or the workspace if rows are gathered or losses are
+  /// reduced. In the backward they are inputs.
   void choose_per_row() {
     const LossOutputs& given = problem_.outputs;
     per_row_ = gathers_ ? memory_.per_row : given;
@@ -214,7 +216,7 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
       for (const auto output : kRowOutputs) gather(given.*output, memory_.per_row.*output, true);
       gather(given.lse.data, memory_.per_row.lse.data, true, given.lse.is_split);
     }
-    // The products multiply the gradients of lse and entropy by alpha too.
+    // Divided by alpha, because the products multiply these gradients by alpha too.
     gather(problem_.grad_lse, grad_lse_, gathers_, false, alpha());
     gather(problem_.grad_entropy, grad_entropy_, gathers_, false, alpha());
   }
@@ -246,7 +248,7 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
   const LinearCrossEntropyBlock block_;
   ExecutionContext loss_context_;
   LinearCrossEntropySteps& steps_;
-  std::int64_t count_ = 0;  ///< rows that are computed
+  std::int64_t count_ = 0;  ///< computed rows
 };
 
 }  // namespace eaves

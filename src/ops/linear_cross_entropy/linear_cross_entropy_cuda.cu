@@ -1,5 +1,5 @@
-// The steps of linear_cross_entropy on a GPU (linear_cross_entropy_steps.h). All but the products move less memory than
-// those and the loss, by the number of features or classes.
+// The steps of linear_cross_entropy on a GPU (linear_cross_entropy_steps.h). All steps but the products move less
+// memory than the products and the loss, by a factor of the number of features or classes.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 namespace eaves::cuda {
 namespace {
 
-constexpr int kSelectThreads = 1024;  // of the one block that counts rows: a position depends on all rows before it
+constexpr int kSelectThreads = 1024;  // one block selects the rows: the position of a row depends on all rows before it
 constexpr int kWarps = kSelectThreads / 32;
 constexpr std::int64_t kMostBlocks = 4096;
 
@@ -33,19 +33,20 @@ struct Selection {
   std::int64_t classes;
   TypedNumbers grad_loss;     ///< data nullptr: 1
   std::int64_t* row_indices;  ///< nullptr: all rows are computed, in the order of the view
-  bool leaves_out;            ///< rows that do not count; with row_indices
+  bool leaves_out;            ///< leaves out the rows that do not count; with row_indices
   std::int64_t* targets;
-  A* row_gradients;  ///< over kAlpha; nullptr: the loss is reduced
+  A* row_gradients;  ///< divided by kAlpha; nullptr: the loss is reduced
   A* numbers;
   std::int64_t* count;
-  const A* given_divisor;  ///< nullptr: the weights of the rows
+  const A* given_divisor;  ///< nullptr: the sum of the rows' weights
   A* divisor;              ///< out, or nullptr
   bool is_reduced;
   ScaleInProducts scale_in_products;
   bool is_mean;
 };
 
-/// How many threads before this one have `is_counted`, and in `total` how many in all. For a whole block.
+/// How many threads before this one have `is_counted`; `total` is their number in the whole block. All threads of the
+/// block call it.
 __device__ int position_in_block(bool is_counted, int& total) {
   __shared__ int counts[kWarps];
   const unsigned mask = __ballot_sync(~0u, is_counted);
@@ -64,7 +65,7 @@ __device__ int position_in_block(bool is_counted, int& total) {
   return before + __popc(mask & ((1u << lane) - 1));
 }
 
-/// One block, which takes the rows in their order.
+/// One block takes the rows in their order.
 template <typename A>
 __global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_constant__ Selection<A> in) {
   const std::int64_t rows = in.rows.view.row_count;
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_const
     const std::int64_t row = first + threadIdx.x;
     const auto at = in.rows.view.rows.offsets(row < rows ? row : rows - 1);
     const bool is_counted = row < rows && in.rows.counts(at);
-    // All soft targets are read in the order of the per-row tensors.
+    // The kernels read all soft targets in place, so these rows take the order of the per-row tensors.
     std::int64_t position = in.rows.targets.data == nullptr ? at.of[kPerRow] : row;
     if (in.leaves_out) {
       int total = 0;
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_const
     if (is_counted) {
       const std::int64_t target = in.rows.targets.data == nullptr ? 0 : integer_at(in.rows.targets, at.of[kTargets]);
       const bool has_weight = in.class_weight.data != nullptr && in.rows.targets.data != nullptr;
-      // A target out of range makes its row's loss NaN, whatever its class weighs.
+      // A target out of range counts with a class weight of 1; it makes the loss of its row NaN.
       const TypedNumbers& weights = in.rows.row_weight;
       const double row_weight = weights.data == nullptr ? 1.0 : number_at<double>(weights, at.of[kPerRow]);
       const bool is_in_range = target >= 0 && target < in.classes;
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_const
     *in.count = count;
   }
   if (in.row_gradients == nullptr) return;
-  __syncthreads();  // kAlpha is written, and so are the gradients
+  __syncthreads();  // kAlpha and the gradients are written
   for (std::int64_t i = threadIdx.x; i < count; i += kSelectThreads) in.row_gradients[i] /= in.numbers[kAlpha];
 }
 
@@ -134,7 +135,7 @@ struct LossesOfRows {
 
 template <typename A>
 struct WriteLoss {
-  const A* divisor;  ///< nullptr but for the mean
+  const A* divisor;  ///< nullptr unless the reduction is the mean
   bool has_normalizer;
   A* to;
 
@@ -217,7 +218,7 @@ class Steps final : public LinearCrossEntropySteps {
       run(scatter_features<S, D>, {.blocks = std::min(count, kMostBlocks), .threads = kRowThreads},
           feature_rows(first, count), from, static_cast<const A*>(scale), to);
     };
-    // A grad_hidden in accumulators, of a shard, comes from accumulators alone.
+    // A grad_hidden in accumulators belongs to a shard, and comes from accumulators alone.
     if (problem_.grad_hidden_dtype != kDTypeOf<T>) {
       scatter(static_cast<const A*>(memory_.grad_hidden), static_cast<A*>(problem_.grad_hidden));
     } else if (dtype == kDTypeOf<T>) {
@@ -295,7 +296,8 @@ class Steps final : public LinearCrossEntropySteps {
     }
   }
 
-  /// One block is enough: it reads one number a row, after products that compute a whole row of logits for each.
+  /// One block is enough: it reads one number per row, and the products before it compute a whole row of logits for
+  /// each number.
   void reduce_losses(const void* losses, void* to) override {
     const bool is_mean = problem_.options.reduction == Reduction::mean;
     const WriteLoss<A> write{is_mean ? numbers() + kDivisor : nullptr, problem_.normalizer != nullptr,
@@ -334,7 +336,7 @@ class Steps final : public LinearCrossEntropySteps {
   A* numbers() const { return static_cast<A*>(memory_.numbers); }
   std::int64_t* row_count() const { return static_cast<std::int64_t*>(memory_.numbers) + kRowCount; }
 
-  /// nullptr where all rows are computed, in the order of the view.
+  /// nullptr: all rows are computed, in the order of the view.
   std::int64_t* row_indices() const {
     return problem_.skips_ignored || problem_.has_soft_targets() ? memory_.row_indices : nullptr;
   }
@@ -345,7 +347,7 @@ class Steps final : public LinearCrossEntropySteps {
   const LinearCrossEntropyProblem& problem_;
   const LinearCrossEntropyMemory& memory_;
   ExecutionContext context_;
-  std::int64_t count_ = 0;  ///< rows that are computed
+  std::int64_t count_ = 0;  ///< computed rows
   Rows rows_;
 };
 
@@ -356,7 +358,7 @@ void linear_cross_entropy(const LinearCrossEntropyProblem& given, const LinearCr
   const DeviceGuard guard(given.device);
   require_gemm(given.op);
   LinearCrossEntropyProblem problem = given;
-  // A capture cannot wait for the number of rows that count: all are computed. That takes less workspace.
+  // A capture cannot wait for the number of rows that count, so all rows are computed. That takes less workspace.
   if (problem.skips_ignored && is_being_captured(given.op, context.stream)) problem.skips_ignored = false;
   LinearCrossEntropyMemory memory;
   lay_out(problem, block, context.workspace.data, memory);

@@ -1,5 +1,5 @@
-// linear_cross_entropy of logits in memory: a product writes those of a block, and the public functions of
-// cross_entropy make their loss and their gradient of them, in their place.
+// linear_cross_entropy with logits in memory: a product writes the logits of a block; the public functions of
+// cross_entropy compute their loss, and write their gradient over them.
 #pragma once
 
 #include <algorithm>
@@ -35,7 +35,7 @@ class LinearCrossEntropyOfLogits final : public LinearCrossEntropyChunks {
   }
 
   void write_gradient(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) override {
-    // The logits of a shard whose loss and gradient are computed at once are in memory already.
+    // For loss and gradient of a shard at once, the logits are already in memory.
     if (shape_.is_backward()) {
       is_kept(first) ? copy_logits(first, rows, first_class, classes)
                      : multiply_logits(first, rows, first_class, classes);
@@ -57,7 +57,7 @@ class LinearCrossEntropyOfLogits final : public LinearCrossEntropyChunks {
                            loss_context_);
   }
 
-  /// The loss alone, of blocks of classes whose statistics are merged.
+  /// The loss alone, in blocks of classes: the statistics of the blocks are merged.
   void forward_in_blocks(std::int64_t first, std::int64_t rows) {
     const std::int64_t blocks = ceil_divide(problem_.classes, block_.classes);
     for (std::int64_t block = 0; block < blocks; ++block) {
@@ -78,7 +78,8 @@ class LinearCrossEntropyOfLogits final : public LinearCrossEntropyChunks {
     merge_statistics(first, rows, blocks);
   }
 
-  /// The loss alone of a shard, which is its statistics; or both at once, with those of all shards in between.
+  /// For a shard: its statistics alone; or loss and gradient at once, which gather the statistics of all shards in
+  /// between.
   void forward_of_shard(std::int64_t first, std::int64_t rows) {
     const std::int64_t classes = problem_.classes;
     const LinearCrossEntropyShard& shard = *problem_.shard;
@@ -105,7 +106,7 @@ class LinearCrossEntropyOfLogits final : public LinearCrossEntropyChunks {
     steps_.gather_soft_targets(first, rows, first_class, classes, logits_stride(classes));
   }
 
-  /// Of a block, beside which its soft targets are gathered.
+  /// Copies kept logits of a block, after gathering its soft targets.
   void copy_logits(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) {
     gather_soft_targets(first, rows, first_class, classes);
     const TensorView kept = logits_view(first, rows, first_class, classes);

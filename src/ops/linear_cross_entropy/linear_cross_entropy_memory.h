@@ -1,4 +1,4 @@
-// What a linear_cross_entropy keeps in its workspace, and where it lies there.
+// The workspace of linear_cross_entropy: its contents and their layout.
 #pragma once
 
 #include <algorithm>
@@ -17,70 +17,71 @@ namespace eaves {
 /// The numbers of a chunk on the fused path (fused/fused.h).
 struct FusedMemory {
   void* samples;  ///< [rows, sampled_classes()] logits, float32
-  float* shift;   ///< this and most others: one for each row
+  float* shift;   ///< one number per row, like most members
   std::int32_t* target;
   float* target_logit;
-  float* tile_shifts;  ///< [tiles, rows up to a whole tile], of an online softmax; this and the next two: sums.cuh
+  float* tile_shifts;  ///< [tiles, rows up to a whole tile], for an online softmax; this and the next two: sums.cuh
   float* sums;
   float* moments;
-  std::int32_t* repeated_count;  ///< of rows some of whose logits are computed again, and the rows
+  std::int32_t* repeated_count;  ///< the number of rows with logits to compute again, and the rows
   std::int32_t* repeated_rows;
-  float* constant;  ///< this and the next: of the backward
+  float* constant;  ///< this and the next: in the backward
   float* slope;
-  float* row_factor;  ///< this and the following: with exps
+  float* row_factor;  ///< this and the next members: with exps
   float* target_gradient;
-  // add_targets() may add the targets of several chunks together: the chunk's target and target_gradient begin at
-  // `first_row` of these.
+  // add_targets() may add the targets of several chunks together. The chunk's target and target_gradient then begin at
+  // element `first_row` of all.
   std::int64_t first_row;
-  std::int32_t* first_of_class;  ///< [classes], INT32_MAX less the first row of the class; 0: none
-  std::int32_t* has_more_rows;   ///< [rows], of the first row of a class: 1 where later rows have that class too
-  void* scaled_hidden;           ///< where grad_hidden has been before
+  std::int32_t* first_of_class;  ///< [classes], INT32_MAX minus the first row of the class; 0: no row
+  std::int32_t* has_more_rows;   ///< [rows], for the first row of a class: 1 if later rows have that class too
+  void* scaled_hidden;           ///< f x; may reuse the memory of grad_hidden
 };
 
-/// How many logits of a row are computed before the others, at equal distances, to guess the largest.
+/// The number of logits of a row that are computed before the product, at equal distances, to guess the largest.
 inline std::int64_t sampled_classes(std::int64_t classes) { return std::clamp<std::int64_t>(classes / 64, 64, 1024); }
 inline std::int64_t sample_distance(std::int64_t classes) { return classes / sampled_classes(classes); }
 
-/// What is in the workspace; nullptr where a problem has no use for it.
+/// The contents of the workspace; nullptr for members that a problem does not need.
 struct LinearCrossEntropyMemory {
-  // For all rows; where rows are gathered, of those that are computed, in the order in which they are.
-  std::int64_t* row_indices;  ///< of the problem's view
+  // For all rows. If rows are gathered: for the computed rows, in their order.
+  std::int64_t* row_indices;  ///< rows of the problem's view
   std::int64_t* targets;      ///< ignore_index for rows of weight 0
-  void* grad_loss;            ///< if it is per row: as accumulators, over kAlpha
-  void* row_weight;           ///< where rows are gathered
-  LossOutputs per_row;        ///< no divisor
+  void* grad_loss;            ///< if there is one per row: accumulators, divided by kAlpha
+  void* row_weight;           ///< if rows are gathered
+  LossOutputs per_row;        ///< without the divisor
   void* grad_lse;
   void* grad_entropy;
 
-  void* numbers;  ///< kNumbers places of 8 bytes: accumulators one behind the other, the count in the last place
+  void* numbers;  ///< kNumbers places of 8 bytes: adjacent accumulators, the count in the last place
 
   // For all classes, as accumulators.
   void* bias;
   void* class_weight;
-  double* grad_bias;  ///< sums of any number of rows
+  double* grad_bias;  ///< sums over any number of rows
 
   // For a block.
   void* hidden;        ///< gathered rows
-  void* soft_targets;  ///< likewise
-  void* grad_hidden;   ///< the same, to be scattered; accumulators where that is not all of them
-  void* logits;        ///< accumulators, and over them their gradient
-  void* statistics;    ///< of each block of classes of a forward, of each row: cross_entropy.h
-  Workspace loss;      ///< of the calls of cross_entropy
-  Workspace product;   ///< of the matrix products
+  void* soft_targets;  ///< gathered
+  void* grad_hidden;   ///< gathered, for the scatter; accumulators if it is wide (is_grad_hidden_wide())
+  void* logits;        ///< accumulators, overwritten with their gradient
+  void* statistics;    ///< of each row, for each block of classes in a forward: cross_entropy.h
+  Workspace loss;      ///< for the calls of cross_entropy
+  Workspace product;   ///< for the matrix products
   FusedMemory fused;
 };
 
-/// The numbers of a call on the device. The scale is kAlpha * kRest: the products multiply by kAlpha, their factor has
-/// kRest. kAlpha is 1 if the scale is 0 or not finite: times a sum that is not finite or 0 it would be NaN.
+/// The numbers of a call on the device. The scale is kAlpha * kRest: the products multiply by kAlpha, their factor
+/// includes kRest. kAlpha is 1 if the scale is 0 or not finite: 0 times an infinite sum, or infinity times 0, would be
+/// NaN.
 enum LinearCrossEntropyNumber {
   kAlpha,
   kRest,
   kDivisor,
-  kRowCount,  ///< how many rows are computed, an int64 (where the device counts them)
+  kRowCount,  ///< the number of computed rows, an int64 (if the device counts them)
   kNumbers
 };
 
-/// The upstream gradients of rows but for zeros and NaN.
+/// The range of the upstream gradients of rows, without zeros and NaN.
 template <typename A>
 struct UpstreamRange {
   A least = infinity<A>();
@@ -90,7 +91,7 @@ struct UpstreamRange {
     if (gradient != A(0) && gradient < least) least = gradient;
     if (gradient != A(0) && gradient > largest) largest = gradient;
   }
-  /// Their number if all are the same, else 1.
+  /// The number, if all rows have the same, else 1.
   EAVES_HOST_DEVICE A scale() const { return least == largest ? least : A(1); }
 };
 
@@ -106,16 +107,17 @@ EAVES_HOST_DEVICE void put_scale(double given, ScaleInProducts part, A* numbers)
   numbers[kRest] = scale / alpha;
 }
 
-/// Distance between rows of logits, and of exps and gradients of 16 bits on the fused path: whole cache lines. (H200,
-/// 3072 rows of 151643 exps: with half a line cuBLASLt's product with the head takes 5.4 ms instead of 4.75.)
+/// Distance between rows of logits, and between rows of 16-bit exps and gradients on the fused path: whole cache lines.
+/// (H200, 3072 rows of 151643 exps: with half a line, cuBLASLt's product with the head takes 5.4 ms instead of 4.75.)
 inline std::int64_t logits_stride(std::int64_t classes) { return ceil_divide(classes, 32) * 32; }
 inline std::int64_t exps_stride(std::int64_t classes) { return ceil_divide(classes, 64) * 64; }
 
-/// How many elements at the end of a row of kept exps hold its numbers, and how long such a row is.
+/// The elements at the end of a row of kept exps that hold its numbers, and the length of such a row.
 inline constexpr std::int64_t kKeptNumbers = 4;
 inline std::int64_t kept_exps_stride(std::int64_t classes) { return exps_stride(classes + kKeptNumbers); }
 
-/// Is grad_hidden of a block summed in accumulators, to be rounded at the end? Where it is a sum of several products.
+/// True if grad_hidden of a block is in accumulators and rounded at the end: if it is a sum of several products, or a
+/// product with exps, which still needs the row factors.
 inline bool is_grad_hidden_wide(const LinearCrossEntropyShape& shape, const LinearCrossEntropyBlock& block) {
   const bool is_on_gpu = shape.device.type == DeviceType::cuda;
   const bool is_cut = is_sum_of_two_products(shape.dtype, shape.classes) && shape.has_head_vectors;
@@ -123,8 +125,8 @@ inline bool is_grad_hidden_wide(const LinearCrossEntropyShape& shape, const Line
   return is_of_exps || block.classes < shape.classes || (is_on_gpu && is_cut);
 }
 
-/// Lays out the workspace from `base` on; with nullptr only counts. Returns the number of bytes. A tensor that
-/// counts here stands in of_largest_shard() too.
+/// Lays out the workspace from `base` on and returns its bytes; with nullptr it only counts. Any tensor that is counted
+/// here has to be in of_largest_shard() too.
 inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCrossEntropyBlock& block, void* base,
                            LinearCrossEntropyMemory& memory) {
   std::size_t used = 0;
@@ -173,7 +175,7 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
                             is_wide || shape.grad_hidden_dtype == shape.accumulator() ? number : element);
   const bool is_online = shape.has_online_softmax();
   std::int64_t logits_of_row = shape.is_fused ? exps_stride(block.classes) : logits_stride(block.classes);
-  // In another forward samples alone, in float32.
+  // Other fused forwards have nothing but samples here, in float32.
   if (shape.mode == LinearCrossEntropyMode::forward && shape.is_fused) {
     logits_of_row = 2 * sampled_classes(shape.classes);
   }
@@ -186,7 +188,7 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
       return static_cast<float*>(take(is_needed, count, sizeof(float)));
     };
     FusedMemory& fused = memory.fused;
-    const std::int64_t finished = is_backward ? std::max(block.rows, shape.kept_rows) : block.rows;  // at once
+    const std::int64_t finished = is_backward ? std::max(block.rows, shape.kept_rows) : block.rows;  // finished at once
     const std::int64_t with_target = shape.has_exps() ? rows : finished;
     const bool has_moments = !is_online || shape.has_entropy || shape.is_shard;
     fused.shift = take_floats(!is_online, block.rows);
@@ -198,7 +200,7 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
     const bool repeats_rows = !is_backward && !is_online;
     fused.repeated_count = static_cast<std::int32_t*>(take(repeats_rows, 1, sizeof(std::int32_t)));
     fused.repeated_rows = static_cast<std::int32_t*>(take(repeats_rows, block.rows, sizeof(std::int32_t)));
-    fused.samples = memory.logits;  // read before the product writes there
+    fused.samples = memory.logits;  // the samples are read before the product writes its exps there
     fused.constant = take_floats(is_backward, block.rows);
     fused.slope = take_floats(is_backward, block.rows);
     fused.row_factor = take_floats(has_exps, finished);
@@ -216,7 +218,7 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
                            ceil_divide(shape.classes, block.classes) * block.rows * kCrossEntropyStatistics,
                            size_of(shape.statistics_dtype()));
   if (shape.device.type == DeviceType::cuda) {
-    // Twice what cross_entropy.h says at most: any of its calls, whatever its options.
+    // Twice the most that cross_entropy.h states: enough for each of its calls with any options.
     memory.loss.bytes = 2 * ((std::size_t{1} << 20) + static_cast<std::size_t>(block.rows) * 40);
     memory.loss.data = take(true, static_cast<std::int64_t>(memory.loss.bytes), 1);
     memory.product.bytes = is_online ? 0 : kGemmWorkspaceBytes;

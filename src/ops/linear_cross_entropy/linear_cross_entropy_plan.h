@@ -1,4 +1,4 @@
-// How much of linear_cross_entropy is computed at once.
+// The plan of linear_cross_entropy: how many rows and classes it computes at once.
 #pragma once
 
 #include <algorithm>
@@ -15,35 +15,35 @@
 
 namespace eaves {
 
-/// The part of the workspace that is there for every row, whatever the blocks: a limit for blocks comes on top of it.
+/// The part of the workspace that every row needs under any plan. A limit for blocks comes on top of it.
 inline std::size_t per_row_bytes(const LinearCrossEntropyShape& shape) {
   LinearCrossEntropyShape without_rows = shape;
   without_rows.rows = 0;
   return workspace_bytes(shape, {0, 1}) - workspace_bytes(without_rows, {0, 1});
 }
 
-/// What is computed at once where the limit is too little for anything.
+/// The block under a limit that is too small for any block.
 inline LinearCrossEntropyBlock least_block(const LinearCrossEntropyShape& shape) {
   const LinearCrossEntropyPolicy& policy = policy_of(shape.device);
   return {std::min(shape.rows, policy.least_rows),
           shape.cuts_classes() ? std::min(shape.classes, policy.least_classes) : shape.classes};
 }
 
-/// Chunks, where there are several, have a multiple of so many rows: whole tiles, and clusters of tiles on the
-/// fused path. Of few rows tiles alone: half a cluster for nothing costs less than more passes over
+/// If there are several chunks, their rows are a multiple of this: whole tiles, on the fused path whole clusters of
+/// tiles. A chunk of few rows takes whole tiles there too: half an empty cluster costs less than more passes over
 /// grad_head.
 inline std::int64_t row_tile_of(const LinearCrossEntropyShape& shape, std::int64_t rows) {
   const bool is_of_clusters = shape.is_fused && rows >= 2 * cuda::kExpProductClusterRows;
   return is_of_clusters ? cuda::kExpProductClusterRows : policy_of(shape.device).row_tile;
 }
 
-/// The most rows, with so many classes, whose workspace is within `limit`; at least those of the least block. Pieces of
-/// equal size.
+/// The most rows, with so many classes, that keep the workspace within `limit`; at least the rows of the least block.
+/// The chunks have equal sizes.
 inline std::int64_t rows_within(const LinearCrossEntropyShape& shape, std::int64_t classes, std::size_t limit) {
   const std::int64_t all = shape.rows;
   if (all <= 1 || workspace_bytes(shape, {all, classes}) <= limit) return all;
   std::int64_t low = least_block(shape).rows;
-  std::int64_t high = all + 1;  // too many
+  std::int64_t high = all + 1;  // too many rows
   while (high - low > 1) {
     const std::int64_t middle = low + (high - low) / 2;
     (workspace_bytes(shape, {middle, classes}) <= limit ? low : high) = middle;
@@ -55,9 +55,9 @@ inline std::int64_t rows_within(const LinearCrossEntropyShape& shape, std::int64
   return low < tile ? low : low / tile * tile;
 }
 
-/// What blocks of classes cost, in seconds: products, whose last wave of tiles may be nearly empty; their factors, the
-/// head again for each chunk of rows and hidden for each block of classes; and passes over the sums of grad_hidden, for
-/// each block of classes, and over grad_head, for each chunk of rows.
+/// The cost of a call in these blocks, in seconds. It counts the products, with a last wave of tiles that may be nearly
+/// empty; the reading of their factors, the head for each chunk of rows and hidden for each block of classes; and
+/// passes over sums, of grad_hidden for each block of classes and of grad_head for each chunk of rows.
 inline double seconds_of(const LinearCrossEntropyShape& shape, const LinearCrossEntropyBlock& block) {
   const LinearCrossEntropyPolicy& policy = policy_of(shape.device);
   const auto waste = [&](std::int64_t rows, std::int64_t columns) {
@@ -90,15 +90,16 @@ inline double seconds_of(const LinearCrossEntropyShape& shape, const LinearCross
          static_cast<double>(blocks) * all * policy.seconds_per_part;
 }
 
-/// The most classes, with so many rows, whose workspace is within `limit`; 0 where not even one is. In the forward all
-/// or whole tiles.
+/// The most classes, with so many rows, that keep the workspace within `limit`; 0 if not even one class does. In the
+/// forward all classes or whole tiles.
 inline std::int64_t classes_within(const LinearCrossEntropyShape& shape, std::int64_t rows, std::size_t limit) {
-  // All may fit where a few less do not: they need no sums of grad_hidden.
+  // All classes may fit although fewer do not: they need no sums of grad_hidden.
   if (workspace_bytes(shape, {rows, shape.classes}) <= limit) return shape.classes;
   std::int64_t step = 1;
   std::int64_t low = 0;
   if (!shape.is_backward()) {
-    // A row has logits of one block and statistics of every block. Of blocks thinner than these both together are more.
+    // A row has the logits of one block and the statistics of every block. With blocks thinner than this, both together
+    // take more memory.
     const double least = std::sqrt(static_cast<double>(shape.classes) * kCrossEntropyStatistics);
     step = policy_of(shape.device).class_tile;
     low = ceil_divide(static_cast<std::int64_t>(least), step);
@@ -112,7 +113,7 @@ inline std::int64_t classes_within(const LinearCrossEntropyShape& shape, std::in
   return low * step;
 }
 
-/// The cheapest rows and classes.
+/// The rows and classes of the cheapest block.
 inline LinearCrossEntropyBlock blocks_within(const LinearCrossEntropyShape& shape, std::size_t limit) {
   const std::int64_t all = shape.rows;
   if (all == 0 || workspace_bytes(shape, {all, shape.classes}) <= limit) return {all, shape.classes};
@@ -121,8 +122,8 @@ inline LinearCrossEntropyBlock blocks_within(const LinearCrossEntropyShape& shap
   LinearCrossEntropyBlock best{rows_within(shape, fewest, limit), fewest};
   double least =
       workspace_bytes(shape, best) <= limit ? seconds_of(shape, best) : std::numeric_limits<double>::infinity();
-  constexpr std::int64_t kFewChunks = 64;    // each number of them is tried; beyond, every doubling
-  constexpr std::int64_t kMostSmaller = 40;  // class tiles that a block may have less than fit
+  constexpr std::int64_t kFewChunks = 64;    // up to here every number of chunks is tried, beyond it every doubling
+  constexpr std::int64_t kMostSmaller = 40;  // how many class tiles fewer than fit are tried
   for (std::int64_t chunks = 1; chunks <= all; chunks += chunks < kFewChunks ? 1 : chunks) {
     const std::int64_t even = ceil_divide(all, chunks);
     const std::int64_t tile = row_tile_of(shape, even);
@@ -130,7 +131,7 @@ inline LinearCrossEntropyBlock blocks_within(const LinearCrossEntropyShape& shap
     const std::int64_t most = classes_within(shape, rows, limit);
     const auto consider = [&](std::int64_t classes) {
       const LinearCrossEntropyBlock block{rows, classes};
-      if (workspace_bytes(shape, block) > limit) return;  // statistics of more blocks
+      if (workspace_bytes(shape, block) > limit) return;  // more blocks have more statistics
       const double seconds = seconds_of(shape, block);
       if (seconds < least) {
         least = seconds;
@@ -150,19 +151,19 @@ inline LinearCrossEntropyBlock blocks_within(const LinearCrossEntropyShape& shap
   return best;
 }
 
-/// The limit of a call whose context brings no workspace: the caller's, or else the policy's, beside what the call
-/// needs for every row.
+/// The limit of a call without a workspace in its context: the caller's limit, or else the policy's on top of the bytes
+/// that every row needs.
 inline std::size_t limit_without_workspace(const LinearCrossEntropyShape& shape) {
   if (shape.workspace_limit != 0) return shape.workspace_limit;
   const LinearCrossEntropyPolicy& policy = policy_of(shape.device);
   const std::size_t rows = per_row_bytes(shape);
   if (shape.is_backward()) {
-    const bool is_wide = shape.classes >= policy.wide_classes && shape.kept_rows == 0;  // memory is short with a part
+    const bool is_wide = shape.classes >= policy.wide_classes && shape.kept_rows == 0;  // a kept part: memory is short
     return rows + (is_wide ? policy.wide_backward_bytes : policy.backward_bytes);
   }
   if (shape.is_shard && shape.classes != shape.all_classes) {
-    // As many rows as one call with all classes would have, but for what a shard's may have more, which is little. (The
-    // loss alone too: a shard has its classes at once.)
+    // As many rows as one call with all classes would have; the little that a shard needs beyond it is added. The loss
+    // alone too: a shard computes all of its classes at once.
     LinearCrossEntropyShape whole = shape;
     whole.classes = shape.all_classes;
     whole.has_grad_hidden = false;
@@ -178,19 +179,19 @@ inline std::size_t limit_without_workspace(const LinearCrossEntropyShape& shape)
                                   : std::clamp(wanted, policy.least_bytes, policy.most_bytes));
 }
 
-/// The classes that a block has whatever the number of rows, and however they lie: the cheapest of `usual_rows`. (Not
-/// from a workspace that a context brings: its size follows from the rows.)
+/// The classes of a block for any number and any layout of rows: the classes of the cheapest block of `usual_rows`. A
+/// workspace of the context must not decide: its size follows from the rows.
 inline std::int64_t batch_invariant_classes(const LinearCrossEntropyShape& shape) {
   LinearCrossEntropyShape usual = shape;
   usual.rows = policy_of(shape.device).usual_rows;
-  // As if rows were gathered: that takes memory, and whether they are depends on the rows.
+  // As if rows were gathered: gathering takes memory, and the rows decide whether it happens.
   usual.skips_ignored = true;
   if (!usual.gathers_soft_targets()) usual.targets_dtype = DType::int64;
   return blocks_within(usual, limit_without_workspace(usual)).classes;
 }
 
-/// With both at once on a GPU the cheapest number of rows: fewer, whose last wave of tiles is full, may cost less.
-/// H200, 151,936 classes: chunks of 1792 rows take 69.2 ms, of 1024 rows 68.6.
+/// Loss and gradients at once on a GPU take the cheapest number of rows: a smaller chunk with a full last wave of tiles
+/// may cost less. H200, 151,936 classes: chunks of 1792 rows take 69.2 ms, chunks of 1024 rows 68.6 ms.
 inline std::int64_t rows_at_once(const LinearCrossEntropyShape& shape, std::size_t limit) {
   const std::int64_t most = rows_within(shape, shape.classes, limit);
   const bool is_at_once = shape.mode == LinearCrossEntropyMode::forward_backward;
@@ -212,7 +213,7 @@ inline std::int64_t rows_at_once(const LinearCrossEntropyShape& shape, std::size
 
 inline LinearCrossEntropyBlock plan_block(const LinearCrossEntropyShape& shape, std::size_t limit) {
   if (shape.multiplies_kept_exps_alone()) {
-    // Rows whose grad_hidden is summed in accumulators at once: 32 MiB of them.
+    // Rows with 32 MiB of accumulators for grad_hidden.
     const std::int64_t enough = ceil_divide((std::int64_t{8} << 20) / shape.features, std::int64_t{128}) * 128;
     return {std::min(enough, rows_within(shape, shape.classes, limit)), shape.classes};
   }

@@ -1,5 +1,5 @@
-// The arguments of linear_cross_entropy: is the call legal, and what does it say in rows, features and classes. The
-// backends never see a bad one.
+// The arguments of linear_cross_entropy: checks that a call is legal, and translates it to rows, features and classes.
+// The backends never see a bad argument.
 #include <algorithm>
 #include <cstdint>
 #include <string>
@@ -59,7 +59,7 @@ GemmMatrix check_head(const Argument& head, DType dtype, Device device, std::int
   }
   if (shape[0] == 0 && !is_shard) check::fail(head, "has no classes, expected at least one");
   const Dims& strides = head.view.strides;
-  // An axis of one may have any stride.
+  // An axis of size 1 may have any stride.
   const bool is_row_major = (strides[1] == 1 || features == 1) && (strides[0] >= features || shape[0] == 1);
   const bool is_column_major = (strides[0] == 1 || shape[0] == 1) && (strides[1] >= shape[0] || features == 1);
   if (is_row_major) return {head.view.data, shape[0] == 1 ? features : strides[0], false};
@@ -68,7 +68,7 @@ GemmMatrix check_head(const Argument& head, DType dtype, Device device, std::int
                         ", expected unit stride along one axis and at least the other's size along the other");
 }
 
-/// Distance between the rows of soft targets.
+/// Returns the distance between the rows of soft targets.
 std::int64_t check_soft_targets(const Argument& targets, const Dims& row_shape, std::int64_t classes, DType result) {
   Dims expected = row_shape;
   expected.push_back(classes);
@@ -89,7 +89,7 @@ std::int64_t check_soft_targets(const Argument& targets, const Dims& row_shape, 
   return view.rows.rank == 0 ? classes : view.rows.strides[0][0];
 }
 
-/// All that the calls have in common. `grad_hidden` and `grad_loss` are absent in the forward.
+/// The checks that all calls share. `grad_hidden` and `grad_loss` are absent in the forward.
 Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& args, const TensorView& grad_hidden,
                      const TensorView& grad_loss, const LinearCrossEntropyShard& shard = {}) {
   const Argument hidden{op, "hidden", args.hidden};
@@ -234,7 +234,7 @@ void check_outputs(Checked& checked, const TensorView& normalizer, const LinearC
   problem.outputs = check::loss_outputs(arguments, outputs, reduction, !problem.has_soft_targets() && !is_weighted);
 }
 
-/// Of both at once of a shard: what its ranks exchange, and what the merge needs.
+/// Loss and gradients of a shard at once: checks the tensors that the ranks exchange, and the inputs of the merge.
 void check_exchange(Checked& checked, const LinearCrossEntropyForwardBackwardArgs& args) {
   LinearCrossEntropyProblem& problem = checked.problem;
   const Argument statistics{problem.op, "shard.statistics", args.shard.statistics};
@@ -270,7 +270,7 @@ std::int64_t kept_stride(const LinearCrossEntropyProblem& problem, DType dtype) 
   return dtype == DType::bfloat16 ? kept_exps_stride(problem.classes) : logits_stride(problem.classes);
 }
 
-/// Are the rows computed in the order of the per-row tensors, whatever the strides of the others?
+/// True if the order of the computed rows is that of the per-row tensors, for any strides of the other tensors.
 bool has_rows_in_order(const LinearCrossEntropyView& view) {
   std::int64_t stride = 1;
   for (int axis = view.rows.rank - 1; axis >= 0; --axis) {
@@ -280,8 +280,8 @@ bool has_rows_in_order(const LinearCrossEntropyView& view) {
   return true;
 }
 
-/// What a forward keeps for the backward. It decides whether the call takes the fused path. A backward whose rows have
-/// another order than the forward's does not read it.
+/// Checks `kept`, which decides whether the call takes the fused path. A backward ignores `kept` if its rows have
+/// another order than the forward's.
 void check_kept(Checked& checked, const TensorView& view) {
   LinearCrossEntropyProblem& problem = checked.problem;
   const Argument kept{problem.op, "kept", view};
@@ -329,7 +329,7 @@ LinearCrossEntropyKept linear_cross_entropy_kept(const LinearCrossEntropyForward
   const std::size_t row_bytes = static_cast<std::size_t>(columns) * size_of(dtype);
   const std::size_t all = static_cast<std::size_t>(problem.rows());
   std::size_t rows = has_rows_in_order(problem.view) ? std::min(most_bytes / row_bytes, all) : 0;
-  // A part of them in whole tiles of a product.
+  // A proper part of the rows has whole tiles of a product.
   if (rows < all && problem.device.type == DeviceType::cuda) rows -= rows % policy_of(problem.device).row_tile;
   return {dtype, static_cast<std::int64_t>(rows), columns};
 }

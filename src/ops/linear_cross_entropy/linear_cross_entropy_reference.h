@@ -1,6 +1,6 @@
-// The oracle: linear_cross_entropy and its gradients as the header's formulas say them, in float64 loops, all logits at
-// once. What follows the logits is the oracle of cross_entropy. It reads the same arguments as the operator, in CPU
-// memory, knows no backend, and stays slow and simple.
+// The oracle: linear_cross_entropy and its gradients by the formulas of the header, in float64 loops, with all logits
+// at once. The loss of the logits is the oracle of cross_entropy. It reads the operator's arguments in CPU memory,
+// knows no backend, and stays slow and simple.
 #pragma once
 
 #include <cmath>
@@ -26,7 +26,7 @@ struct Matrix {
   std::vector<double> values;
 };
 
-/// A tensor in CPU memory, its last axis the columns.
+/// A tensor in CPU memory as a matrix, with its last axis as the columns.
 inline Matrix matrix_of(const TensorView& view) {
   const int last = view.shape.size() - 1;
   const std::int64_t columns = view.shape[last];
@@ -61,7 +61,7 @@ inline Matrix multiply(const Matrix& a, const Matrix& b) {
   return result;
 }
 
-/// The forward: each row of logits, and what cross_entropy says of it.
+/// The forward: the logits of each row, and their results by the oracle of cross_entropy.
 struct LinearCrossEntropy {
   explicit LinearCrossEntropy(const LinearCrossEntropyInputs& inputs, const TensorView& normalizer = {})
       : hidden(matrix_of(inputs.hidden)), head(matrix_of(inputs.head)), options(inputs.options) {
@@ -78,7 +78,7 @@ struct LinearCrossEntropy {
                                        .options = options};
     for (std::int64_t i = 0; i < logits.rows; ++i) {
       rows.push_back(cross_entropy_row(loss, i));
-      if (rows.back().weight == 0.0) {  // left out, as rows that are ignored
+      if (rows.back().weight == 0.0) {  // left out, like an ignored row
         rows.back().is_counted = false;
         rows.back().target_mass = 0.0;
       }
@@ -96,12 +96,12 @@ struct LinearCrossEntropy {
   double divisor = 0.0;
 };
 
-/// dL/d(what the forward wrote), each as many as there are rows; the last two may be empty.
+/// dL/d(each output of the forward), one number per row; `lse` and `entropy` may be empty.
 struct LinearCrossEntropyUpstream {
   std::vector<double> loss;  ///< after the mean's division
   std::vector<double> lse = {};
   std::vector<double> entropy = {};
-  bool has_split_lse = false;  ///< lse has not been rounded
+  bool has_split_lse = false;  ///< lse is not rounded
 };
 
 /// dL/d(logits), and the scale of each: see GradientTerms in testing/tolerance.h.
@@ -110,7 +110,7 @@ struct LogitsGradient {
   Matrix scales;
 };
 
-/// The logits come from a product: they have been rounded, as an lse of one number has.
+/// The logits come from a product and are rounded, as is an lse of one number.
 inline LogitsGradient logits_gradient(const LinearCrossEntropy& forward, const LinearCrossEntropyUpstream& upstream) {
   LogitsGradient result{Matrix(forward.logits.rows, forward.logits.columns),
                         Matrix(forward.logits.rows, forward.logits.columns)};
@@ -136,7 +136,7 @@ inline LogitsGradient logits_gradient(const LinearCrossEntropy& forward, const L
   return result;
 }
 
-/// The rows that count, whatever the others hold.
+/// The rows that count. The other rows may hold anything.
 inline Matrix counted_rows(const LinearCrossEntropy& forward, const Matrix& matrix) {
   Matrix result(0, matrix.columns);
   for (std::int64_t i = 0; i < matrix.rows; ++i) {

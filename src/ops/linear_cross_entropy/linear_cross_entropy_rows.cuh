@@ -1,5 +1,5 @@
-// The rows of a linear_cross_entropy on a GPU, and the kernels that copy and sum what they have: features, numbers, a
-// bias' gradient.
+// The rows of linear_cross_entropy on a GPU, and the kernels that copy and sum their features, their per-row numbers,
+// and the gradient of the bias.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,13 +17,13 @@ using namespace linear_cross_entropy_tensors;
 
 inline constexpr int kRowThreads = 256;
 
-/// What every kernel knows of the rows.
+/// The facts about rows that every kernel needs.
 struct Rows {
   LinearCrossEntropyView view;
-  TypedNumbers targets;  ///< nullptr: soft ones
+  TypedNumbers targets;  ///< nullptr: soft targets
   std::int64_t ignore_index;
   TypedNumbers row_weight;  ///< nullptr: 1
-  bool leaves_out_zeros;    ///< upstream gradients, which follow
+  bool leaves_out_zeros;    ///< leaves out rows with upstream gradients (the next members) that are all 0
   TypedNumbers grad_loss;
   TypedNumbers grad_lse;
   TypedNumbers grad_entropy;
@@ -46,8 +46,8 @@ struct Rows {
     return !is_zero(grad_loss, kGradLoss) || !is_zero(grad_lse, kPerRow) || !is_zero(grad_entropy, kPerRow);
   }
 
-  /// False for a row that is ignored, for one of weight 0, and in a backward for one without an upstream gradient. `at`
-  /// are its offsets.
+  /// False for an ignored row, for a row of weight 0, and in a backward for a row without an upstream gradient. `at`
+  /// has the row's offsets.
   template <typename Offsets>
   __device__ bool counts(const Offsets& at) const {
     if (leaves_out_zeros && !has_upstream(at)) return false;
@@ -58,10 +58,10 @@ struct Rows {
 
 // ---- features ------------------------------------------------------------------------------------------------------
 
-/// Rows of features, one side of which is a matrix without gaps and the other a tensor of the problem.
+/// Rows of features: one side of a copy is a matrix without gaps, the other is a tensor of the problem.
 struct FeatureRows {
   LinearCrossEntropyView view;
-  const std::int64_t* row_indices;  ///< nullptr: those of the view
+  const std::int64_t* row_indices;  ///< nullptr: the rows of the view
   std::int64_t first;
   std::int64_t count;
 
@@ -73,7 +73,7 @@ struct FeatureRows {
   }
 };
 
-/// A block a row.
+/// One block per row.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads)
     gather_features(const __grid_constant__ FeatureRows rows, const T* hidden, T* to) {
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-/// A block a row.
+/// One block per row.
 template <typename N>
 __global__ void __launch_bounds__(kRowThreads)
     gather_targets(const __grid_constant__ FeatureRows rows, const N* targets, std::int64_t target_stride,
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-/// A block a row. From S, T or its accumulator; `scale` nullptr: 1.
+/// One block per row. S is T or its accumulator. A `scale` of nullptr is 1.
 template <typename S, typename T>
 __global__ void __launch_bounds__(kRowThreads) scatter_features(const __grid_constant__ FeatureRows rows, const S* from,
                                                                 const Accumulator<T>* scale, T* grad_hidden) {
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // ---- numbers -------------------------------------------------------------------------------------------------------
 
-/// `divisor`: of numbers that are A; nullptr: 1.
+/// `divisor` divides numbers of type A; nullptr: 1.
 template <typename N, typename A>
 __global__ void __launch_bounds__(kRowThreads)
     gather_numbers_of(const __grid_constant__ Rows rows, const std::int64_t* row_indices, const N* from, N* to,
@@ -169,8 +169,8 @@ __global__ void __launch_bounds__(kRowThreads) widen_numbers(TypedNumbers from, 
   }
 }
 
-inline constexpr int kSumLanes = 32;  // of a block: as many columns
-inline constexpr int kSumRows = 16;   // that walk down a column side by side
+inline constexpr int kSumLanes = 32;  // columns of a block
+inline constexpr int kSumRows = 16;   // rows that a block reads side by side
 
 template <typename T, typename A = Accumulator<T>>
 __global__ void __launch_bounds__(kSumLanes* kSumRows)

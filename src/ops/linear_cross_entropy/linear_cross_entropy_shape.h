@@ -1,5 +1,5 @@
-// What the plan of a linear_cross_entropy knows of a call: its sizes, its types, and which tensors it has. It has no
-// pointers: a rank also plans with the largest shard, whose tensors another rank holds.
+// The facts of a linear_cross_entropy call that its plan reads: sizes, types, and which tensors the call has. It holds
+// no pointers: a rank also plans with the largest shard, and another rank may hold the tensors of that shard.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,8 @@
 
 namespace eaves {
 
-/// Rows of hidden (and of its gradient) that the products read as they are, in the order of the per-row tensors.
+/// True if the products can read the rows of hidden (and write the rows of its gradient) without a copy, in the order
+/// of the per-row tensors.
 inline bool is_matrix(const LinearCrossEntropyView& view) {
   using namespace linear_cross_entropy_tensors;
   const auto& rows = view.rows;
@@ -46,7 +47,7 @@ struct LinearCrossEntropyShape {
   bool is_matrix = true;
   bool has_head_vectors = true;  ///< rows of the head start at multiples of kGemmVector elements
 
-  // Which tensors the call has.
+  // The tensors of the call.
   bool has_bias = false;
   bool has_class_weight = false;
   bool has_row_weight = false;
@@ -70,7 +71,7 @@ struct LinearCrossEntropyShape {
   bool keeps_logits = false;
 
   LinearCrossEntropyShape() = default;
-  /// Implicit: a problem has one shape.
+  /// Implicit, because a problem has one shape.
   LinearCrossEntropyShape(const LinearCrossEntropyProblem& of)
       : mode(of.mode),
         device(of.device),
@@ -113,43 +114,43 @@ struct LinearCrossEntropyShape {
 
   bool is_backward() const { return mode == LinearCrossEntropyMode::backward; }
   bool has_exps() const { return is_fused && mode == LinearCrossEntropyMode::forward_backward; }
-  /// The loss alone, for which nothing is guessed.
+  /// The loss alone takes an online softmax, which guesses nothing.
   bool has_online_softmax() const {
     const bool is_loss_alone = mode == LinearCrossEntropyMode::forward && kept_rows == 0;
     if (!is_fused || !is_loss_alone) return false;
     return features >= kLeastOnlineFeatures || fused_product() == FusedProduct::wherever_possible;
   }
-  /// A backward that computes no logit again.
+  /// A backward that computes no logits again.
   bool multiplies_kept_exps_alone() const { return is_backward() && keeps_exps && kept_rows >= rows; }
   bool has_soft_targets() const { return is_floating_point(targets_dtype); }
   bool wants_gradients() const { return has_grad_hidden || has_grad_head || has_grad_bias; }
   DType accumulator() const { return accumulator_dtype(dtype); }
-  /// Of the statistics between blocks of classes. The loss of a class that is almost certain is a part of a sum that
-  /// float32 has no digits for.
+  /// The dtype of statistics between blocks of classes. On the CPU float64: the loss of a class that is almost certain
+  /// is part of a sum, and float32 has no digits for that part.
   DType statistics_dtype() const { return device.type == DeviceType::cpu ? DType::float64 : accumulator(); }
 
-  /// Rows may be left out: ignored ones, and rows of weight 0, which soft targets have too.
+  /// Rows may be left out: ignored rows and rows of weight 0; with soft targets rows of weight 0 alone.
   bool leaves_out_rows() const { return skips_ignored && (!has_soft_targets() || has_row_weight); }
 
-  /// The soft targets of a block are copied together. Else all rows of them are read in their own memory.
+  /// The call gathers the soft targets of a block. Otherwise the kernels read all rows of them in place.
   bool gathers_soft_targets() const { return has_soft_targets() && leaves_out_rows(); }
 
-  /// Rows may turn out to be left out, or have to be copied anyway. No target marks a row of weight 0 among soft
-  /// targets: the way back from the copies makes its outputs 0.
+  /// Rows may be gathered: some may be left out, or the layout of hidden needs a copy. Rows of weight 0 with soft
+  /// targets are gathered too: no target can mark them as ignored, so the scatter sets their outputs to 0.
   bool may_gather() const { return !is_matrix || leaves_out_rows() || (has_soft_targets() && has_row_weight); }
 
-  /// A row is cut into blocks of classes.
+  /// The plan cuts rows into blocks of classes.
   bool cuts_classes() const {
     if (is_backward()) return true;
     if (is_fused || is_shard) return false;
-    // Statistics hold the class of the largest logit as an accumulator: float32 knows integers up to 2^24.
+    // Statistics store the class of the largest logit as an accumulator: float32 has the integers up to 2^24.
     const bool knows_argmax = !has_argmax || accumulator() == DType::float64 || classes <= std::int64_t{1} << 24;
     return !wants_gradients() && knows_argmax;
   }
 
-  /// The shape by which the calls of all shards are planned, whichever it is: that of the largest, with all tensors
-  /// that a call may have, because a shard may be frozen, or its hidden lie otherwise, and with logits in memory.
-  /// Without shards the shape itself.
+  /// The shape that plans the calls of all shards: the largest shard, with logits in memory and with all tensors that
+  /// any call may have, because a shard may be frozen or have another layout of hidden. Without shards, the shape
+  /// itself.
   LinearCrossEntropyShape of_largest_shard() const {
     LinearCrossEntropyShape largest = *this;
     if (!is_shard) return largest;
@@ -168,8 +169,8 @@ struct LinearCrossEntropyShape {
   }
 };
 
-/// Does a backward leave out rows whose upstream gradients are all 0? Ranks would have to agree on them, and kept rows
-/// are counted as in the forward.
+/// True if a backward leaves out rows with upstream gradients that are all 0. Not with shards, because the ranks would
+/// have to agree on the rows; not with kept rows, because they are counted as in the forward.
 inline bool leaves_out_rows_without_upstream(const LinearCrossEntropyProblem& problem) {
   const LinearCrossEntropyShape shape = problem;
   return shape.is_backward() && shape.leaves_out_rows() && !shape.is_reduced && !shape.is_shard &&

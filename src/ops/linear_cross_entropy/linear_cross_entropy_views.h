@@ -1,5 +1,5 @@
-// Where the tensors of a chunk of linear_cross_entropy lie: views for the calls of cross_entropy, matrices for the
-// products. `first` and `rows` count the rows that are computed.
+// The tensors of a chunk of linear_cross_entropy: views for the calls of cross_entropy, matrices for the products.
+// `first` and `rows` count the computed rows.
 #pragma once
 
 #include "eaves/cross_entropy.h"
@@ -14,7 +14,7 @@ class LinearCrossEntropyViews {
   LinearCrossEntropyViews(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyMemory& memory)
       : problem_(problem), shape_(problem), memory_(memory) {}
 
-  /// Elements [first, first + rows) of a tensor with one number for each row; absent where `data` is nullptr.
+  /// Elements [first, first + rows) of a tensor with one number per row; absent if `data` is nullptr.
   TensorView numbers_at(const void* data, DType dtype, std::int64_t first, std::int64_t rows) const {
     if (data == nullptr) return {};
     const auto* at = static_cast<const char*>(data) + static_cast<std::size_t>(first) * size_of(dtype);
@@ -24,7 +24,7 @@ class LinearCrossEntropyViews {
     return numbers_at(data, problem_.accumulator(), first, rows);
   }
 
-  /// The lse of rows, as per_row_ has it.
+  /// The lse of the rows from `first` on, in per_row_.
   KeptLse kept_lse(std::int64_t first) const {
     const KeptLse& lse = per_row_.lse;
     if (lse.data == nullptr) return {};
@@ -68,12 +68,12 @@ class LinearCrossEntropyViews {
     return numbers_at(memory_.class_weight, first_class, classes);
   }
 
-  /// The products multiply the gradient of the logits by this number; nullptr: 1.
+  /// The number that the products multiply the gradient of the logits by; nullptr: 1.
   const void* alpha() const {
     return problem_.scale_in_products() == ScaleInProducts::nothing ? nullptr : number(kAlpha);
   }
 
-  /// dL/d(loss) of rows, but for alpha().
+  /// dL/d(loss) of rows, divided by alpha().
   TensorView grad_loss_at(std::int64_t first, std::int64_t rows) const {
     if (problem_.is_reduced() || problem_.grad_loss.data == nullptr) {
       return TensorView::strided(number(kRest), problem_.accumulator(), {rows}, {0}, problem_.device);
@@ -87,9 +87,9 @@ class LinearCrossEntropyViews {
     return options;
   }
 
-  /// Are the logits of the chunk from this row on kept?
+  /// True if the forward keeps the logits of the chunk from this row on.
   bool is_kept(std::int64_t first) const { return problem_.kept.are_logits() && first < problem_.kept.rows; }
-  /// Where a forward has them.
+  /// The logits of a block in the forward.
   TensorView logits_view(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) const {
     const KeptRows& kept = problem_.kept;
     if (!is_kept(first)) return block_of_logits(rows, classes);
@@ -100,7 +100,7 @@ class LinearCrossEntropyViews {
     return TensorView::strided(memory_.logits, problem_.accumulator(), {rows, classes}, {logits_stride(classes), 1},
                                problem_.device);
   }
-  /// Of 16 bits, in the first half of each row.
+  /// A 16-bit gradient lies in the first half of each row of logits.
   bool is_gradient_narrow() const { return size_of(problem_.dtype) == 2; }
   std::int64_t gradient_stride(std::int64_t classes) const {
     return shape_.is_fused ? exps_stride(classes) : logits_stride(classes) * (is_gradient_narrow() ? 2 : 1);
@@ -118,7 +118,7 @@ class LinearCrossEntropyViews {
     return {element(problem_.hidden, problem_.dtype, first * stride), stride};
   }
 
-  /// Rows of the head, and whether they lie as columns.
+  /// The head from this class on; transposed if its classes have unit stride.
   GemmMatrix head_at(std::int64_t first_class) const {
     const GemmMatrix& head = problem_.head;
     const std::int64_t offset = head.is_transposed ? first_class : first_class * head.stride;
@@ -137,7 +137,7 @@ class LinearCrossEntropyViews {
     return TensorView::contiguous(at, shape_.statistics_dtype(), shape, problem_.device);
   }
 
-  /// Where a shard's own statistics of the rows from `first` on are, and those of all shards.
+  /// The statistics of the rows from `first` on: of this shard, and of all shards.
   void* shard_statistics(std::int64_t first) const {
     return element(problem_.statistics, problem_.accumulator(), first * kCrossEntropyStatistics);
   }
@@ -150,7 +150,7 @@ class LinearCrossEntropyViews {
   const LinearCrossEntropyProblem& problem_;
   const LinearCrossEntropyShape shape_;
   const LinearCrossEntropyMemory& memory_;
-  // What the rows that are computed decide: LinearCrossEntropyChunks.
+  // These depend on the computed rows; LinearCrossEntropyChunks sets them.
   bool gathers_ = false;
   LossOutputs per_row_{};
   const void* row_weight_ = nullptr;
