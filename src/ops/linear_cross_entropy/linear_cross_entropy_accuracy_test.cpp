@@ -1,7 +1,7 @@
-// The accuracy contract, measured: for every dtype and size of logits the worst error against the float64 oracle, as a
-// share of what is allowed. Of 16 bits, a gradient's share is its error, of all elements together, over 1.15 times that
-// of one product in float32 of exact factors that were rounded once; of float32 and float64 that of its worst element.
-// The test prints the table that docs/numerics.md shows, and fails where a share exceeds 1.
+// The accuracy contract, measured: for every dtype and every size of logits, the worst error against the float64 oracle
+// as a share of the allowed error. With float32 and float64 the share of a gradient is that of its worst element. With
+// 16 bits it is the error of all elements together, over 1.15 times the error of one product in float32 of exact
+// factors that were rounded once. The test prints the table in docs/numerics.md, and fails if a share exceeds 1.
 #include <algorithm>
 #include <cstdio>
 #include <functional>
@@ -21,8 +21,7 @@ class LinearCrossEntropyAccuracy : public OnEachDevice {
 };
 EAVES_EACH_DEVICE(LinearCrossEntropyAccuracy);
 
-/// Of logits: a model that has just been initialised, one that is trained, and the normal numbers of hidden and head
-/// over 4096 features.
+/// Deviations of logits: an untrained model, a trained one, and normal numbers as hidden and head over 4096 features.
 const std::vector<double> kDeviations = {1.3, 4.0, 64.0};
 
 LinearCrossEntropyCase make_case(DType dtype, double deviation) {
@@ -43,7 +42,7 @@ TEST_P(LinearCrossEntropyAccuracy, EveryResultIsWithinTheContract) {
     const char* name;
     std::size_t limit;  ///< 0: one chunk
   };
-  // The bytes are those of about 30 rows, and in the backward of half as many classes.
+  // The limits hold about 30 rows, in the backward of half as many classes.
   for (const auto& [dtype, deviation] : combine<DType, double>(floating_point_dtypes(), kDeviations)) {
     for (const Way& way : {Way{"at once", 0}, Way{"in chunks", size_of(accumulator_dtype(dtype)) * 16000}}) {
       LinearCrossEntropyShares worst;
@@ -84,7 +83,7 @@ double distance(const reference::Matrix& a, const reference::Matrix& b) {
   return std::sqrt(error / size);
 }
 
-/// One of the ways in which an upstream gradient and a divisor come to a call.
+/// One way for an upstream gradient and a divisor to reach a call.
 struct WayOfScale {
   const char* name;
   double grad_loss;
@@ -95,7 +94,7 @@ void give_gradients_of_outputs(LinearCrossEntropyCase& c) {
   c.has_grad_lse = c.has_grad_entropy = c.wants_all_of_row = true;
 }
 
-/// With a loss scale of 1024: float16 would underflow in grad_hidden itself.
+/// A loss scale of 1024 keeps a float16 grad_hidden itself from underflowing.
 const std::vector<WayOfScale> kWaysOfScale = {
     {"mean", 1024.0, [](LinearCrossEntropyCase&) {}},
     {"mean in chunks", 1024.0, [](LinearCrossEntropyCase& c) { c.workspace_limit = 200000; }},
@@ -124,7 +123,7 @@ LinearCrossEntropyCase case_of_scale(Device device, DType dtype, std::int64_t cl
           .deviation = 1.3,
           .bias_dtype = DType::float32,
           .wants_all_of_row = false,
-          .grad_head_dtype = DType::float32,  // rounded to 16 bits, the parameters' gradients would hide other errors
+          .grad_head_dtype = DType::float32,  // in 16 bits, rounded gradients of the parameters would hide other errors
           .grad_bias_dtype = DType::float32,
           .target = [=](std::int64_t i) { return static_cast<double>(i * 7919 % classes); }};
 }
@@ -133,13 +132,13 @@ struct ScaleErrors {
   double loss, hidden, head, bias;
 };
 
-/// Of a gradient the larger of both ways to it.
+/// For each gradient, the larger error of the two algorithms.
 ScaleErrors errors_of(const LinearCrossEntropyCase& test_case, double grad_loss) {
   const std::int64_t rows = test_case.row_shape[0];
   const bool is_mean = test_case.options.reduction == Reduction::mean;
   LinearCrossEntropyRun run(test_case);
   run.grad_loss.fill([=](std::int64_t) { return grad_loss; });
-  // Small beside the gradients of the loss.
+  // Small next to the gradients of the loss.
   const double share = 1e-3 * grad_loss / (is_mean ? static_cast<double>(rows) : 1.0);
   run.grad_lse.fill([=](std::int64_t i) { return share * random_normal(46, static_cast<std::uint64_t>(i)); });
   run.grad_entropy.fill([=](std::int64_t i) { return share * random_normal(47, static_cast<std::uint64_t>(i)); });
@@ -179,8 +178,8 @@ ScaleErrors errors_of(const LinearCrossEntropyCase& test_case, double grad_loss)
   return errors;
 }
 
-/// Divided by 768, 877 or 12288, the targets' elements would all be off by 2.8e-3, 3.2e-3 or 2.8e-3 of their size. Each
-/// call is compared with the same call of a scale of 1.
+/// A factor divided by 768, 877 or 12288 would have all targets' elements off by 2.8e-3, 3.2e-3 or 2.8e-3 of their
+/// size. So each call is compared with the same call with a scale of 1.
 void expect_the_errors_of_a_power_of_two(const LinearCrossEntropyCase& base,
                                          const std::vector<std::int64_t>& numbers_of_rows) {
   constexpr double kLuck = 1.05;
@@ -220,8 +219,8 @@ TEST_F(LinearCrossEntropyFusedAccuracyOnGpu, NoScaleHasLargerErrorsThanAPowerOfT
 }
 
 TEST_P(LinearCrossEntropyAccuracy, LogitsThatWereRoundedToSixteenBitsWouldMissTheContract) {
-  // grad_bias of a single row is the gradient of its logits, rounded once: in classes that are not the target their
-  // probabilities.
+  // grad_bias of a single row is the gradient of the row's logits, rounded once: the probabilities of all classes but
+  // the target.
   std::printf("| %s: deviation of logits | probabilities | exact, rounded once | from bfloat16 logits |\n",
               device_name());
   std::printf("|---|---|---|---|\n");

@@ -1,5 +1,5 @@
 // Calls of linear_cross_entropy rather than values: two runs, workspaces and their limits, threads, streams, graphs.
-// What is computed is checked in linear_cross_entropy_test.cpp.
+// linear_cross_entropy_test.cpp checks the values.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace {
 class LinearCrossEntropyCalls : public OnEachDevice {};
 EAVES_EACH_DEVICE(LinearCrossEntropyCalls);
 
-/// Each way through the operator: rows as they lie and gathered, all at once and in chunks and blocks.
+/// A case for each path through the operator: rows in place and gathered, all at once and in chunks and blocks.
 std::vector<LinearCrossEntropyCase> cases_of_every_kind(Device device) {
   std::vector<LinearCrossEntropyCase> cases;
   for (const auto& [dtype, limit] : combine<DType, std::size_t>({DType::bfloat16, DType::float32}, {0, 60000})) {
@@ -51,7 +51,7 @@ TEST_P(LinearCrossEntropyCalls, TwoRunsAreBitwiseEqual) {
     first.run();
     second.run();
     EXPECT_TRUE(first.results_equal(second)) << description_of(test_case);
-    second.run();  // over what the first call left
+    second.run();  // over the results of the first call
     EXPECT_TRUE(first.results_equal(second)) << description_of(test_case);
   }
 }
@@ -71,7 +71,7 @@ TEST_P(LinearCrossEntropyCalls, AWorkspaceOfTheStatedSizeIsEnough) {
         device(), linear_cross_entropy_forward_backward_workspace_bytes(given.at_once_args()), false,
         [&](const ExecutionContext& context) { linear_cross_entropy_forward_backward(given.at_once_args(), context); });
     given.download();
-    // The bytes that a limit leaves may be cut in another way when they are all there is.
+    // With a limit, a workspace of just the stated bytes is a smaller limit, which may cut the work in another way.
     if (test_case.workspace_limit == 0) {
       EXPECT_TRUE(own.results_equal(given));
     }
@@ -99,7 +99,7 @@ TEST_P(LinearCrossEntropyCalls, TheStatedSizeIsThatOfThePlanAndWithinTheLimitWhe
 }
 
 TEST_P(LinearCrossEntropyCalls, AWorkspaceOfTheCallerIsTheLimit) {
-  // Chunks are those of its size, whatever limit is named.
+  // The size of the workspace decides the chunks, whatever limit the call names.
   for (const std::size_t limit : {std::size_t{60000}, std::size_t{1} << 20}) {
     const LinearCrossEntropyCase limited{
         .dtype = DType::bfloat16, .row_shape = {67}, .features = 40, .classes = 300, .workspace_limit = limit};

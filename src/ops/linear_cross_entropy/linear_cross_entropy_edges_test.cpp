@@ -1,5 +1,5 @@
-// The edges that linear_cross_entropy.h lists: nothing at all, rows that are ignored, sizes of one, infinities and NaN,
-// huge logits, targets out of range.
+// The edge cases in linear_cross_entropy.h: no rows, ignored rows, sizes of one, infinities and NaN, huge logits,
+// targets out of range.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -46,7 +46,7 @@ TEST_P(LinearCrossEntropyEdges, SizesThatAreNoMultipleOfAnything) {
       test_case.workspace_limit = limit;
       test_case.options.label_smoothing = 0.1;
       check_linear_cross_entropy(test_case);
-      // Column-major, so that the stride of an axis of one is never used.
+      // Column-major: an axis of size 1 then has a stride that must not be used.
       test_case.head_placement = with_strides({1, classes});
       check_linear_cross_entropy(test_case);
     }
@@ -57,7 +57,7 @@ TEST_P(LinearCrossEntropyEdges, AVocabularyOfAModelMatchesTheOracle) {
   for (const DType dtype : {DType::bfloat16, DType::float32}) {
     LinearCrossEntropyCase test_case = make_case(dtype, {5});
     test_case.features = 3;
-    test_case.classes = 50257;  // of GPT-2: odd
+    test_case.classes = 50257;  // GPT-2's vocabulary: odd
     check_linear_cross_entropy(test_case);
     test_case.workspace_limit = std::size_t{3} << 20;  // blocks of classes
     check_linear_cross_entropy(test_case);
@@ -75,7 +75,7 @@ TEST_P(LinearCrossEntropyEdges, WithoutRowsAReducedLossAndItsGradientsAreZero) {
     test_case.has_normalizer = has_normalizer;
     test_case.accumulates = accumulates;
     check_linear_cross_entropy(test_case);
-    test_case.workspace_limit = 1;  // less than there is for no row at all
+    test_case.workspace_limit = 1;  // less than the bytes of a call without rows
     check_linear_cross_entropy(test_case);
   }
 }
@@ -99,7 +99,7 @@ TEST_P(LinearCrossEntropyEdges, TheGradientOfABiasIsASumOfManyRows) {
                                                      .outputs = {.loss = loss.view(DType::float32, {})}},
                                          .gradients = {.grad_bias = grad_bias.view(DType::float32, {2})}});
   runtime::synchronize(device());
-  const double p = 1.0 / (1.0 + std::exp(1.0));  // of class 0
+  const double p = 1.0 / (1.0 + std::exp(1.0));  // the probability of class 0
   const std::vector<float> found = grad_bias.read<float>(2);
   EXPECT_NEAR(found[0], p - 1.0, 2e-6 * (1.0 - p));
   EXPECT_NEAR(found[1], 1.0 - p, 2e-6 * (1.0 - p));
@@ -162,7 +162,8 @@ TEST_P(LinearCrossEntropyEdges, RowsOfWeightZeroThatAreSkippedChangeNothingWhate
   }
 }
 
-/// Soft targets whose rows have a place of their own in hidden: it finds the rows of weight 0.
+/// The rows of hidden lie in an order of their own. The rows of weight 0 have to be found all the same, with soft
+/// targets too.
 TEST_P(LinearCrossEntropyEdges, RowsOfWeightZeroAreFoundWhereverTheyLie) {
   for (const auto& [skips, targets, limit] :
        combine<bool, DType, std::size_t>({false, true}, {DType::int64, DType::float32}, {0, 4000})) {
@@ -249,7 +250,7 @@ TEST(LinearCrossEntropyNormalizerOnCpu, ANegativeNormalizerIsRefusedBeforeAnythi
 
 TEST_P(LinearCrossEntropyEdges, EveryNumberOfRowsThatCountMatchesTheOracle) {
   constexpr std::int64_t kRows = 1100;
-  // of two chunks or more
+  // Two chunks or more.
   for (const auto& [dtype, reduction, limit, count] : combine<DType, Reduction, std::size_t, std::int64_t>(
            {DType::bfloat16, DType::float16}, {Reduction::mean, Reduction::none}, {0, 300000},
            {0, 1, 128, 129, 640, 641, 1099, 1100})) {
@@ -266,8 +267,8 @@ TEST_P(LinearCrossEntropyEdges, EveryNumberOfRowsThatCountMatchesTheOracle) {
 }
 
 TEST_P(LinearCrossEntropyEdges, WhatIsNotFiniteInHiddenReachesItsRowAndTheParameters) {
-  // The oracle says which: the row's loss and gradient, and those elements of grad_head and grad_bias that are sums
-  // over it. The other rows keep theirs.
+  // The oracle says which results are not finite: the loss and the gradient of the row, and the elements of grad_head
+  // and grad_bias that sum over it. The other rows keep their results.
   for (const auto& [held, dtype, limit] :
        combine<double, DType, std::size_t>({kNaN, kInfinity, -kInfinity}, floating_point_dtypes(), {0, 4000})) {
     LinearCrossEntropyCase test_case = make_case(dtype, {13});
@@ -348,8 +349,8 @@ TEST_P(LinearCrossEntropyEdges, OnTheCpuTheLossOfALearnedClassIsKeptHoweverManyR
   c.target = [](std::int64_t) { return 5.0; };
   LinearCrossEntropyRun run(c);
   run.run();
-  const double expected = std::log1p(32767.0 * std::exp(-30.0));  // 3e-9, of which a sum of float32 knows nothing
-  const double bound = 4e-6 * expected;  // exp(-30) is 2^-43.3 with an exponent of float32: 2^-19 apart at that size
+  const double expected = std::log1p(32767.0 * std::exp(-30.0));  // 3e-9, which a float32 sum loses
+  const double bound = 4e-6 * expected;  // exp(-30) is 2^-43.3; float32 rounds that exponent by up to 2^-19
   for (const std::int64_t row : {0, 150, 299}) {
     EXPECT_NEAR(run.results.loss.get(row), expected, bound);
     EXPECT_NEAR(run.results_at_once.loss.get(row), expected, bound);
@@ -361,7 +362,7 @@ TEST_P(LinearCrossEntropyEdges, OfEqualLogitsTheFirstIsTheLargest) {
   test_case.classes = 300;
   test_case.bias_dtype = {};
   test_case.hidden = [](std::int64_t) { return 1.0; };
-  test_case.head = [](std::int64_t i) { return i / 16 % 100 == 37 ? 2.0 : 1.0; };  // whole numbers: exact sums
+  test_case.head = [](std::int64_t i) { return i / 16 % 100 == 37 ? 2.0 : 1.0; };  // whole numbers, so sums are exact
   LinearCrossEntropyRun run(test_case);
   run.run();
   EXPECT_EQ(run.results.argmax.get(0), 37.0);
@@ -370,7 +371,7 @@ TEST_P(LinearCrossEntropyEdges, OfEqualLogitsTheFirstIsTheLargest) {
 
 class LinearCrossEntropyTargets : public LinearCrossEntropyEdges {
  protected:
-  /// Two targets that are out of range: 24 and -1, in rows [1, 2] and [3, 0] of [4, 3].
+  /// Two targets out of range: 24 and -1, in rows [1, 2] and [3, 0] of [4, 3].
   LinearCrossEntropyCase bad_case() {
     LinearCrossEntropyCase test_case = make_case(DType::float32, {4, 3});
     test_case.options.reduction = Reduction::none;

@@ -1,5 +1,5 @@
-// Every sentence with which linear_cross_entropy refuses a call, and that nothing is written when it does. Targets out
-// of range are in linear_cross_entropy_edges_test.cpp, workspaces in linear_cross_entropy_calls_test.cpp.
+// Every message that refuses a call of linear_cross_entropy, and that a refused call writes nothing.
+// linear_cross_entropy_edges_test.cpp has targets out of range, linear_cross_entropy_calls_test.cpp has workspaces.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -28,7 +28,7 @@ const std::string kPerRow = ", expected [4] (one per row of hidden)";
 const std::string kResultDtype = ", expected float32 (float32, or float64 where hidden is float64)";
 const std::string kOnlyTheMean = " is given, but only the mean divides: expected reduction mean, or no such argument";
 
-/// Arguments of a legal call of each kind, for a test to spoil one of them: four rows of two features, three classes.
+/// Arguments of a legal call of each kind, for a test to spoil one argument: four rows of two features, three classes.
 class LinearCrossEntropyErrors : public ::testing::Test {
  protected:
   TensorView ones(const Dims& shape, DType dtype = DType::float32) {
@@ -51,7 +51,7 @@ class LinearCrossEntropyErrors : public ::testing::Test {
     }
   }
 
-  /// What all three calls refuse with the same words.
+  /// All three calls refuse these inputs with the same message.
   void refuse_inputs(const std::vector<Refusal<Inputs>>& table) const {
     for (const Refusal<Inputs>& row : table) {
       forward_.refuses({{[&](Forward& a) { row.spoil(a.inputs); }, row.sentence}});

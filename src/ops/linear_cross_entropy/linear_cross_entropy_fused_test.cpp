@@ -1,5 +1,5 @@
 // The fused path (fused/fused.h): which calls take it, and rows far from their sampled logits. The loss alone takes an
-// online softmax; with a row that is kept, or with few features where the switch does not say otherwise, a guess.
+// online softmax. It guesses the shift if a row is kept, or with few features unless the switch says otherwise.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -23,7 +23,7 @@ class LinearCrossEntropyFusedOnGpu : public OnGpuWithFusedPath {};
 
 using Mode = LinearCrossEntropyMode;
 
-/// More than a tile of rows and nearly the fewest classes, with a rest in each direction.
+/// More rows than a tile and nearly the fewest classes, with a remainder in each direction.
 LinearCrossEntropyCase fused_case(Reduction reduction = Reduction::none) {
   LinearCrossEntropyCase c{.device = kCuda, .dtype = DType::bfloat16, .row_shape = {131}, .features = 40};
   c.classes = 4099;
@@ -75,7 +75,7 @@ TEST_F(LinearCrossEntropyFusedOnGpu, EachOptionMatchesTheOracle) {
       check_linear_cross_entropy(c);
     };
     check([](LinearCrossEntropyCase&) {});
-    // Three tiles of rows, of which a cluster of blocks takes two; a class more than whole tiles.
+    // Three tiles of rows, two of them in one cluster; one class more than whole tiles.
     check([](LinearCrossEntropyCase& c) { c.row_shape = {257}, c.classes = 22 * cuda::kExpProductClasses + 1; });
     check([](LinearCrossEntropyCase& c) { c.dtype = DType::float16; });
     check([](LinearCrossEntropyCase& c) { c.options.scale = 0.7, c.options.z_loss_weight = 0.01; });
@@ -102,9 +102,9 @@ TEST_F(LinearCrossEntropyFusedOnGpu, EachOptionMatchesTheOracle) {
 }
 
 TEST_F(LinearCrossEntropyFusedOnGpu, MoreRowsThanTheCacheHoldsMatchTheOracle) {
-  // Beyond 4096 rows a product takes several tiles in turn.
+  // With more than 4096 rows a product takes several tiles in turn.
   for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
-    for (const std::size_t mib : {200, 0}) {  // one chunk, and as many as it takes by default
+    for (const std::size_t mib : {200, 0}) {  // one chunk, and the default number of chunks
       LinearCrossEntropyCase c = fused_case(reduction);
       c.row_shape = {6100};
       c.workspace_limit = mib << 20;
@@ -114,7 +114,7 @@ TEST_F(LinearCrossEntropyFusedOnGpu, MoreRowsThanTheCacheHoldsMatchTheOracle) {
 }
 
 TEST_F(LinearCrossEntropyFusedOnGpu, EveryNumberOfClassesMatchesTheOracle) {
-  // Whole tiles and a rest of each size.
+  // Whole tiles, and remainders of every kind.
   for (const std::int64_t classes : {4096, 4097, 4223, 4224, 50257, 65537, 131071}) {
     LinearCrossEntropyCase c = fused_case(Reduction::mean);
     c.classes = classes;
@@ -125,7 +125,8 @@ TEST_F(LinearCrossEntropyFusedOnGpu, EveryNumberOfClassesMatchesTheOracle) {
 }
 
 TEST_F(LinearCrossEntropyFusedOnGpu, LearntRowsMatchTheOracle) {
-  // The row's head times a factor: the target is above the rest, which the loss still has to show.
+  // hidden is the target's row of the head times a factor: the target's logit is above all others, and the loss still
+  // has to be exact.
   for (const double factor : {0.5, 1.0, 4.0}) {
     for (const DType dtype : {DType::bfloat16, DType::float16}) {
       LinearCrossEntropyCase c = fused_case();
@@ -135,7 +136,8 @@ TEST_F(LinearCrossEntropyFusedOnGpu, LearntRowsMatchTheOracle) {
       c.target = [=](std::int64_t row) { return static_cast<double>(target(row)); };
       c.head = [](std::int64_t i) { return 0.5 * noise(52)(i); };
       c.hidden = [=](std::int64_t i) { return factor * noise(52)(target(i / 40) * 40 + i % 40); };
-      if (dtype == DType::float16) c.wanted = {.hidden = false, .head = false, .bias = false};  // by other logits
+      // float16 gradients use other logits, in memory.
+      if (dtype == DType::float16) c.wanted = {.hidden = false, .head = false, .bias = false};
       check_linear_cross_entropy(c);
     }
   }
@@ -157,7 +159,7 @@ TEST_F(LinearCrossEntropyFusedOnGpu, ARowsLossDoesNotDependOnOtherRows) {
       return run;
     };
     const auto all = run_from(0, 600);
-    const auto part = run_from(77, 200);  // in other tiles, and other threads of them
+    const auto part = run_from(77, 200);  // the rows get other tiles and other threads
     for (std::int64_t row = 0; row < 200; ++row) {
       EXPECT_EQ(part->results.loss.get(row), all->results.loss.get(row + 77)) << "row " << row;
       EXPECT_EQ(part->results.lse.get(row), all->results.lse.get(row + 77)) << "row " << row;
@@ -198,14 +200,14 @@ TEST_F(LinearCrossEntropyFusedOnGpu, ABiasThatIsNotFiniteGivesWhatItGivesWithLog
 }
 
 TEST_F(LinearCrossEntropyFusedOnGpu, RowsFarFromTheirSampledLogitsMatchTheOracle) {
-  // 64 of the 4099 classes are sampled, every 64th. What is far above them leaves float32's range and is computed
-  // again, by tile; a row without a finite sum, whole.
+  // Every 64th of the 4099 classes is sampled, 64 in all. Logits far above the samples leave float32's range: their
+  // tiles are computed again, and all of a row without a finite sum.
   const auto check = [](const char* what, auto change) {
     SCOPED_TRACE(what);
     LinearCrossEntropyCase c = fused_case();
     change(c);
     check_linear_cross_entropy(c);
-    if (c.dtype != DType::bfloat16) return;  // keeps logits
+    if (c.dtype != DType::bfloat16) return;  // float16 keeps logits
     c.kept_rows = 1;
     check_linear_cross_entropy(c);
   };
@@ -216,15 +218,16 @@ TEST_F(LinearCrossEntropyFusedOnGpu, RowsFarFromTheirSampledLogitsMatchTheOracle
       c.head = [=](std::int64_t i) { return i % features == 0 ? of_class(i / features) : 0.1 * noise(52)(i); };
     };
   };
-  // Of those whose lse was computed again and is 1e4 or more, the loss alone: their gradients are further off than
-  // one product makes them, because lse and softmax come from sums in two orders.
+  // For rows with an lse of 1e4 or more that was computed again, the loss alone: their gradients have a larger error
+  // than one product, because lse and softmax come from sums in two orders.
   const auto check_loss = [&](const char* what, auto change) {
     const auto of_loss = [&](LinearCrossEntropyCase& c) {
       change(c);
       c.wanted = {.hidden = false, .head = false, .bias = false};
     };
     check(what, of_loss);
-    // Without the switch so few features are guessed, and with batch invariance so few rows of 16,384 classes.
+    // Without the switch, a call with so few features guesses the shift. Batch invariance lets so few rows of 16,384
+    // classes take the fused path.
     LinearCrossEntropyCase c = fused_case();
     of_loss(c);
     c.classes = 16387;
@@ -250,7 +253,7 @@ TEST_F(LinearCrossEntropyFusedOnGpu, RowsFarFromTheirSampledLogitsMatchTheOracle
   check("deviation, of a mean",
         [](LinearCrossEntropyCase& c) { c.deviation = 16.0, c.classes = 8300, c.options.reduction = Reduction::mean; });
   check_loss("deviation of 30000", [](LinearCrossEntropyCase& c) { c.deviation = 30000.0; });
-  // The exponents of these lie far from the guess, and lse next to 0.
+  // The exponents are far from the guess, and lse is next to 0.
   for (const double of_others : {-79.5, -40.0, -20.0}) {
     check("lse next to 0", [=](LinearCrossEntropyCase& c) {
       c.hidden = [](std::int64_t i) { return i % 40 == 0 ? 1.0 : 0.0; };
@@ -308,7 +311,8 @@ TEST_F(LinearCrossEntropyFusedOnGpu, ARowThatIsNotFiniteIsAloneAndNothingIsLostO
 TEST_F(LinearCrossEntropyFusedOnGpu, AnInfiniteHeadMakesEveryRowsLseInfinite) {
   for (const double sign : {1.0, -1.0}) {
     LinearCrossEntropyCase c = fused_case();
-    c.hidden = [=](std::int64_t i) { return std::abs(noise(54)(i)) + 0.5; };  // no product of signs, and no 0
+    // All positive: no 0 * infinity, and no infinities of both signs.
+    c.hidden = [=](std::int64_t i) { return std::abs(noise(54)(i)) + 0.5; };
     c.head = [=](std::int64_t i) {
       return i / 40 == 7 ? sign * std::numeric_limits<double>::infinity() : 0.1 * noise(55)(i);
     };
@@ -357,7 +361,7 @@ TEST_F(LinearCrossEntropyFusedOnGpu, ARowThatIsNotFiniteAndCountsForNothingHasNo
 }
 
 TEST_F(LinearCrossEntropyFusedOnGpu, RowsOfOneClassMatchTheOracle) {
-  // Of rows that are looked at in several parts, and of several chunks.
+  // The search for the rows of a class takes several steps, and some calls take several chunks.
   const auto check = [](auto change) {
     LinearCrossEntropyCase c = fused_case(Reduction::mean);
     c.row_shape = {1300};
@@ -407,7 +411,7 @@ TEST_F(LinearCrossEntropyFusedOnGpu, WithoutTheSwitchItIsTakenWhereItIsFaster) {
   expect(65536, false, false, false);
 }
 
-/// Of rows whose samples say enough, and of rows that are computed again.
+/// The first deviation has rows that the samples describe well; the second has rows that are computed again.
 constexpr double kDeviations[] = {1.3, 256.0};
 
 TEST_F(LinearCrossEntropyFusedOnGpu, ACudaGraphReplaysIt) {

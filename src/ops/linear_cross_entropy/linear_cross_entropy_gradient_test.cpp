@@ -1,5 +1,5 @@
-// The gradients of linear_cross_entropy against its forward: central differences in float64, the one test that knows
-// nothing of the gradients' formulas.
+// The gradients of linear_cross_entropy against its forward, by central differences in float64: the one test that does
+// not use the gradients' formulas.
 #include <gtest/gtest.h>
 
 #include <vector>
@@ -14,7 +14,7 @@ namespace {
 class LinearCrossEntropyGradient : public OnEachDevice {};
 EAVES_EACH_DEVICE(LinearCrossEntropyGradient);
 
-/// The sum of all that a gradient is given for: of loss, and in the backward of lse and entropy.
+/// The sum of every output times its upstream gradient: the losses; in the backward also lse and entropy.
 double loss_of(LinearCrossEntropyRun& run, bool is_backward) {
   linear_cross_entropy_forward(run.forward_args());
   runtime::synchronize(run.test_case().device);
@@ -35,8 +35,8 @@ double slope_of(LinearCrossEntropyRun& run, TestTensor& tensor, std::int64_t i, 
 }
 
 void check_gradients(const LinearCrossEntropyCase& test_case) {
-  // The differences' own error: the rounding of a loss of about 100 divided by the step, and a step squared times a
-  // third derivative.
+  // The error of the differences themselves: the rounding of a loss of about 100 over the step, and the step squared
+  // times a third derivative.
   constexpr double kWithin = 1e-7;
   SCOPED_TRACE(description_of(test_case));
   LinearCrossEntropyRun run(test_case);

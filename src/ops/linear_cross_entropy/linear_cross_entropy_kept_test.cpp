@@ -1,5 +1,5 @@
-// Work that a backward does not do: rows whose logits, or their exponentials, the forward has kept, and rows without an
-// upstream gradient.
+// Work that a backward saves: rows with logits or exponentials that the forward has kept, and rows without an upstream
+// gradient.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -14,8 +14,8 @@ namespace {
 
 constexpr std::size_t kEnough = std::size_t{1} << 40;
 
-/// Checks a case with several numbers of kept rows: a part is more than half of the rows that count, so that sums of
-/// grad_head meet once.
+/// Checks a case with several numbers of kept rows. A proper part is more than half of the rows that count, so that
+/// sums of grad_head meet once.
 void check_kept(LinearCrossEntropyCase c, const std::vector<std::int64_t>& rows) {
   for (const std::int64_t kept : rows) {
     c.kept_rows = kept;
@@ -23,7 +23,7 @@ void check_kept(LinearCrossEntropyCase c, const std::vector<std::int64_t>& rows)
   }
 }
 
-/// Options of calls that keep their logits.
+/// The options of calls that keep their logits.
 template <typename Check>
 void with_each_option(LinearCrossEntropyCase base, const std::vector<Reduction>& reductions, Check check) {
   const auto with = [&](auto change) {
@@ -84,8 +84,8 @@ TEST_P(LinearCrossEntropyKept, LogitsGiveTheBitsOfARecomputingBackward) {
   EXPECT_TRUE(kept.gradients.head.bytes() == recomputed.gradients.head.bytes());
 }
 
-/// Rows of a transposed hidden are computed in another order than the per-row tensors', which the strides of the
-/// backward's tensors may change.
+/// The rows of a transposed hidden are computed in another order than the rows of the per-row tensors. The strides of
+/// the backward's tensors may change that order.
 TEST_P(LinearCrossEntropyKept, NothingIsKeptOfRowsInAnotherOrder) {
   LinearCrossEntropyCase c{.device = device(), .dtype = DType::float32, .row_shape = {5, 7}, .classes = 71};
   c.hidden_placement = with_strides({16, 80, 1});
@@ -119,11 +119,11 @@ TEST_P(LinearCrossEntropyKept, RefusesATensorOfAnotherShape) {
   refuses(TestTensor(device(), DType::float32, {8, columns + 32}));
   refuses(TestTensor(device(), DType::float64, {8, columns}));
   refuses(TestTensor(device(), DType::float32, {8 * columns}));
-  refuses(TestTensor(device(), DType::bfloat16, {8, kept_exps_stride(c.classes)}));  // with so few classes no exps
+  refuses(TestTensor(device(), DType::bfloat16, {8, kept_exps_stride(c.classes)}));  // so few classes keep no exps
   refuses(TestTensor(device(), DType::float32, {8, columns}, with_strides({2 * columns, 1})));
 }
 
-/// Whatever hidden holds there.
+/// hidden may hold anything in these rows.
 TEST_P(LinearCrossEntropyKept, RowsWithoutUpstreamGradientsAreLeftOut) {
   LinearCrossEntropyCase plain{.device = device(), .dtype = DType::float32, .row_shape = {50}, .classes = 71};
   plain.options.reduction = Reduction::none;
@@ -211,14 +211,14 @@ TEST_F(LinearCrossEntropyKeptOnGpu, ExpsMatchTheOracle) {
 }
 
 TEST_F(LinearCrossEntropyKeptOnGpu, ExpsOfEverySizeMatchTheOracle) {
-  // A class more or less than vectors and tiles of 192 have; one chunk and several.
+  // Class counts next to whole vectors and whole tiles of 192 classes; one chunk and several.
   for (const std::int64_t classes : {4096, 4103, 4417, 4608}) check_kept(exps_case(257, classes), {200, 257});
   LinearCrossEntropyCase many = exps_case(1000);
   check_kept(many, {0, 1000});
   many.workspace_limit = 900000;
   many.skips_ignored = true;
   check_kept(many, {600, 1000});
-  many.grad_hidden_placement = with_strides({40, 1}, 1);  // not on 16 bytes: hidden is copied chunk by chunk
+  many.grad_hidden_placement = with_strides({40, 1}, 1);  // not on 16 bytes, so hidden is copied chunk by chunk
   check_kept(many, {1000});
 }
 
@@ -232,7 +232,7 @@ TEST_F(LinearCrossEntropyKeptOnGpu, ExpsOfEntropiesOfEverySizeMatchTheOracle) {
   }
 }
 
-/// Upstream gradients of zero beside others, and rows with a logit that no sample has seen.
+/// Rows with a logit far from all samples, with and without a gradient of the entropy.
 TEST_F(LinearCrossEntropyKeptOnGpu, RowsFarFromTheirSampledLogitsMatchTheOracle) {
   for (const double apart : {-200.0, 100.0, 300.0}) {
     for (const bool has_entropy : {false, true}) {
@@ -259,7 +259,7 @@ TEST_F(LinearCrossEntropyKeptOnGpu, RowsWithoutUpstreamGradientsGetZeros) {
     LinearCrossEntropyRun run(c);
     run.grad_loss.fill([](std::int64_t i) { return i % 3 == 0 ? 0.0 : 1.0; });
     run.grad_entropy.fill([](std::int64_t i) { return i % 3 == 0 ? 0.0 : 0.5; });
-    // Row 3 has NaN statistics. (The product of an entropy's gradient reads hidden as it is.)
+    // Row 3 gets NaN statistics. (With a gradient of the entropy, the product reads hidden unscaled.)
     if (!has_entropy) run.hidden.set(3 * c.features, std::numeric_limits<double>::infinity());
     run.hidden.upload();
     run.run();

@@ -1,5 +1,5 @@
-// More logits than 2^31, which are never all there: every index that would not survive 32 bits. Slow, so its name
-// starts with Slow; it is skipped, with the reason, on a CPU and where memory is short.
+// More than 2^31 logits, which are never all in memory: tests every index that would overflow 32 bits. The test is
+// slow, so its name starts with Slow. It is skipped, with the reason, on a CPU and without enough memory.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -15,12 +15,12 @@ namespace {
 
 class SlowLinearCrossEntropyOnGpu : public OnGpu {};
 
-/// hidden and head are 0 everywhere (bytes of zeros) but for feature 0 of the last row and of the last class, whose
-/// logit is 12. It is the target of that row; that of all others is class 0.
+/// hidden and head are 0 everywhere (bytes of zeros), except feature 0 of the last row and of the last class: their
+/// logit is 12. The last class is the target of the last row; class 0 is the target of all other rows.
 TEST_F(SlowLinearCrossEntropyOnGpu, LogitsBeyondTheRangeOfInt32AreComputedInBlocks) {
   constexpr std::int64_t kRows = 12288, kClasses = 262144, kFeatures = 64;  // 3.2e9 logits
   constexpr std::uint16_t kOne = 0x3f80, kTwelve = 0x4140;                  // in bfloat16
-  constexpr double kWithin = 2e-6;                                          // of float32
+  constexpr double kWithin = 2e-6;                                          // float32's tolerance
   constexpr std::int64_t kBytes = std::int64_t{4} << 30;
   if (runtime::free_memory_bytes(kCuda) < kBytes) GTEST_SKIP() << "needs " << (kBytes >> 20) << " MiB";
   const Memory hidden(kCuda, kRows * kFeatures * 2), head(kCuda, kClasses * kFeatures * 2);
@@ -59,7 +59,7 @@ TEST_F(SlowLinearCrossEntropyOnGpu, LogitsBeyondTheRangeOfInt32AreComputedInBloc
     EXPECT_NEAR(losses[kRows - 1], last_lse - 12.0, kWithin * last_lse);
     EXPECT_NEAR(lse.read<float>(kRows)[kRows - 1], last_lse, kWithin * last_lse);
     EXPECT_EQ(argmax.read<std::int64_t>(kRows)[kRows - 1], kClasses - 1);
-    // A probability rounded to bfloat16, 2^-9 of itself, from all rows alike.
+    // Each probability is rounded to bfloat16, by up to 2^-9 of itself, in the same direction in all rows.
     const double probability = 1.0 / static_cast<double>(kClasses), of_last = std::exp(12.0 - last_lse);
     const double rows = static_cast<double>(kRows - 1);
     EXPECT_NEAR(of_bias[0], rows * (probability - 1.0), rows / 512.0);

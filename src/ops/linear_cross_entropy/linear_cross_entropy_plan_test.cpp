@@ -1,5 +1,5 @@
-// How linear_cross_entropy cuts its work: blocks that stay within the limit, of whole tiles where they can be, and the
-// choice between the two ways to the gradients. No device is needed.
+// The plan of linear_cross_entropy: blocks within the limit, of whole tiles if possible, and the choice of the
+// algorithm. The tests need no device.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -113,7 +113,8 @@ TEST(LinearCrossEntropyPlan, BlocksAreOfWholeTilesWhereTheyAreLargerThanOne) {
 TEST(LinearCrossEntropyPlan, AWorkspaceOfTheStatedSizeIsCutNoWorse) {
   for_each_shape([](const LinearCrossEntropyShape& shape, std::size_t limit) {
     const LinearCrossEntropyBlock block = plan_block(shape, limit);
-    // Where the smallest chunk is too large, and of sizes at which a part's rounding to 256 bytes holds another row.
+    // Skips limits below the smallest chunk, and sizes at which the rounding of a part to 256 bytes makes room for
+    // another row.
     if (workspace_bytes(shape, block) > limit || limit < (std::size_t{1} << 20)) return;
     const LinearCrossEntropyBlock again = plan_block(shape, workspace_bytes(shape, block));
     if (shape.cuts_classes()) {
@@ -141,7 +142,7 @@ TEST(LinearCrossEntropyPlan, MoreClassesThanFloat32CountsAreNotCutWhereTheArgmax
 }
 
 TEST(LinearCrossEntropyPlan, ManyRowsAreCutBeforeBlocksOfClassesBecomeThin) {
-  // More chunks than are tried one by one: rows of a million tokens, with their hidden and the sums of its gradient.
+  // More chunks than the plan tries one by one: a million rows, with gathered hidden and sums of its gradient.
   const LinearCrossEntropyShape shape =
       shape_of(Mode::backward, {std::int64_t{1} << 20, 4096, 131072}, DType::bfloat16, kCuda, true);
   EXPECT_GE(plan_block(shape, std::size_t{160} << 20).classes, policy_of(shape.device).class_tile);
@@ -178,7 +179,7 @@ TEST(LinearCrossEntropyPlan, WithBatchInvarianceTheClassesOfABlockDoNotFollowThe
     for (const auto& [rows, gathers] : combine<std::int64_t, bool>({1, 7, 100, 1000, 4099, 65536}, {false, true})) {
       LinearCrossEntropyShape shape = shape_of(mode, {rows, 512, 50257}, DType::bfloat16, device, gathers);
       shape.workspace_limit = limit;
-      if (mode == Mode::backward && rows == 7) shape.targets_dtype = shape.accumulator();  // probabilities
+      if (mode == Mode::backward && rows == 7) shape.targets_dtype = shape.accumulator();  // soft targets
       classes.insert(plan_block(shape, limit_without_workspace(shape)).classes);
     }
     return classes;

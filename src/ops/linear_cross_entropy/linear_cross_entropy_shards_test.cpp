@@ -1,6 +1,6 @@
-// A head that is cut into shards: the statistics of each, their merging, and the gradients of each shard, on both ways
-// to them, against the oracle of the whole. The shards are computed one after the other: what they exchange is there
-// before.
+// A head cut into shards, against the oracle of the whole head: the statistics of each shard, their merge, and the
+// gradients of each shard by both algorithms. The shards are computed one after the other, so the numbers that they
+// exchange exist before.
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -17,7 +17,7 @@
 namespace eaves::testing {
 namespace {
 
-/// Shards tell of the rows that count, which are all here.
+/// Row weights without zeros: the callbacks of a shard count the rows that count, and here these are all rows.
 double not_zero(std::int64_t row) { return 0.5 + 0.25 * static_cast<double>(row % 5); }
 
 class LinearCrossEntropyShards : public OnEachDevice {};
@@ -27,7 +27,7 @@ class LinearCrossEntropyFusedShardsOnGpu : public OnGpuWithFusedPath {};
 
 constexpr std::int64_t kS = kCrossEntropyStatistics;
 
-/// The classes [first, first + size) of a tensor, which are axis `axis`; absent of one that is absent.
+/// The classes [first, first + size) of a tensor along `axis`; an absent tensor stays absent.
 TensorView part_of(TensorView view, std::int64_t first, std::int64_t size, int axis = 0) {
   if (!view.is_present) return view;
   const std::int64_t bytes = first * view.strides[axis] * static_cast<std::int64_t>(size_of(view.dtype));
@@ -46,7 +46,7 @@ LinearCrossEntropyInputs part_of(LinearCrossEntropyInputs inputs, std::int64_t f
   return inputs;
 }
 
-/// Everything that a run computes, by shards, over its buffers.
+/// Computes all results of a run by shards, in the run's buffers.
 class Shards {
  public:
   Shards(LinearCrossEntropyRun& run, const std::vector<std::int64_t>& sizes)
@@ -101,7 +101,7 @@ class Shards {
     return shape;
   }
 
-  /// The address of the statistics from row `row` on.
+  /// The address of the statistics from this row on.
   void* rows_at(const TestTensor& tensor, std::int64_t row) const {
     return static_cast<char*>(tensor.view().data) + row * kS * static_cast<std::int64_t>(size_of(run_.result_dtype()));
   }
@@ -131,13 +131,13 @@ class Shards {
          .divisor = to.divisor});
   }
 
-  /// Of a shard, with a tensor for its part of grad_hidden.
+  /// The gradients of a shard, with a tensor for its part of grad_hidden.
   LinearCrossEntropyGradients part_of_gradients(LinearCrossEntropyGradients gradients, std::int64_t first,
                                                 std::int64_t size) {
     if (gradients.grad_hidden.is_present) {
-      // Not rounded before they are added.
+      // In the result dtype, so that parts are not rounded before they are added.
       parts_.push_back(std::make_unique<TestTensor>(case_.device, run_.result_dtype(), gradients.grad_hidden.shape));
-      parts_.back()->fill([](std::int64_t) { return 0.0; });  // what a shard without classes leaves there
+      parts_.back()->fill([](std::int64_t) { return 0.0; });  // a shard without classes leaves the zeros
       gradients.grad_hidden = parts_.back()->view();
     }
     gradients.grad_head = part_of(gradients.grad_head, first, size);
@@ -145,7 +145,7 @@ class Shards {
     return gradients;
   }
 
-  /// Their sum.
+  /// Writes the sum of the parts.
   void add_parts(TestTensor& grad_hidden) {
     runtime::synchronize(case_.device);
     for (auto& part : parts_) {
@@ -162,7 +162,7 @@ class Shards {
     parts_.clear();
   }
 
-  /// Chunks that a shard was told of: the same for all.
+  /// The chunks in a shard's callbacks are the same for all shards.
   void expect_chunks_of_all(const std::vector<std::pair<std::int64_t, std::int64_t>>& own, std::int64_t shard) {
     if (shard == 0) chunks_ = own;
     EXPECT_EQ(own, chunks_) << "shard " << shard;
@@ -197,7 +197,7 @@ class Shards {
       shard.shards = count_;
       shard.statistics = own_.view();
       shard.gathered = gathered_.view();
-      // What is there before finish_gather() must not be read.
+      // NaN until finish_gather(): the call must not read `gathered` before.
       shard.gather = [&](std::int64_t first, std::int64_t rows) {
         chunks.emplace_back(first, rows);
         runtime::synchronize(case_.device);
@@ -229,12 +229,12 @@ class Shards {
   std::vector<std::int64_t> sizes_;
   std::int64_t count_, rows_;
   std::vector<std::pair<std::int64_t, std::int64_t>> chunks_;
-  int fused_shards_ = 0;  ///< with loss and gradients at once
+  int fused_shards_ = 0;  ///< shards on the fused path with loss and gradients at once
   TestTensor statistics_, own_, gathered_;
   std::vector<std::unique_ptr<TestTensor>> parts_;
 };
 
-/// `fused`: how many shards take the fused path.
+/// `fused` is the number of shards that take the fused path.
 void check_shards(const LinearCrossEntropyCase& test_case, const std::vector<std::int64_t>& sizes, int fused = 0) {
   SCOPED_TRACE(description_of(test_case) + ", " + std::to_string(sizes.size()) + " shards");
   LinearCrossEntropyRun run(test_case);
@@ -247,7 +247,7 @@ void check_shards(const LinearCrossEntropyCase& test_case, const std::vector<std
   comparison.compare();
 }
 
-/// No row is ignored: the statistics of those that are not lie side by side.
+/// No row is ignored, so the statistics of the rows that count are adjacent.
 LinearCrossEntropyCase case_of(Device device, DType dtype) {
   LinearCrossEntropyCase c{.device = device, .dtype = dtype, .row_shape = {5, 6}, .classes = 120};
   c.target = [](std::int64_t row) { return static_cast<double>(row * 37 % 120); };
@@ -276,7 +276,7 @@ TEST_P(LinearCrossEntropyShards, TakeEveryOption) {
     c.options = {.reduction = reduction, .label_smoothing = 0.1, .scale = 0.7, .softcap = 5.0, .z_loss_weight = 0.01};
     c.has_row_weight = true;
     c.row_weight = not_zero;
-    c.has_normalizer = reduction == Reduction::mean;  // a shard has not all weights
+    c.has_normalizer = reduction == Reduction::mean;  // a shard does not have all weights
     c.class_weight_dtype = DType::float32;
     c.bias_dtype = dtype;
     c.accumulates = true;
@@ -292,7 +292,7 @@ TEST_P(LinearCrossEntropyShards, TakeSoftTargets) {
     c.targets_dtype = accumulator_dtype(dtype);
     c.options.reduction = reduction;
     check_shards(c, sizes);
-    if (size_of(dtype) >= 4) {  // a gradient of 16 bits is rounded behind each chunk, of which the whole has fewer
+    if (size_of(dtype) >= 4) {  // 16-bit gradients are rounded after each chunk, and the whole head has fewer chunks
       c.workspace_limit = 4000;
       check_shards(c, sizes);
       c.workspace_limit = 0;
@@ -306,7 +306,7 @@ TEST_P(LinearCrossEntropyShards, TakeSoftTargets) {
   }
 }
 
-/// Shards with 4096 classes and more take the fused path, a smaller one keeps its logits.
+/// Shards with 4096 classes and more take the fused path; a smaller shard keeps its logits in memory.
 TEST_F(LinearCrossEntropyFusedShardsOnGpu, MatchTheWhole) {
   const auto check = [](auto change) {
     for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
@@ -332,7 +332,7 @@ TEST_F(LinearCrossEntropyFusedShardsOnGpu, MatchTheWhole) {
   });
   check([](LinearCrossEntropyCase& c) { c.options.softcap = 5.0, c.bias_dtype = DType::float32; });
   check([](LinearCrossEntropyCase& c) {
-    // One class has nearly all of a row: the errors of the bias' gradient are those of 131 numbers, too few to compare.
+    // One class has nearly all of a row, so the gradient of the bias consists of 131 numbers: too few to compare.
     c.deviation = 16.0, c.wanted.bias = false;
   });
   for (const double of_first : {20.0, -20.0}) {  // one shard has nearly all of the softmax

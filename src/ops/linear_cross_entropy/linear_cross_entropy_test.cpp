@@ -1,8 +1,11 @@
-// linear_cross_entropy against its oracle, on every device, both ways to the gradients: options, subsets of gradients,
-// sizes of chunks, layouts. Infinities, ignored rows and odd sizes are in linear_cross_entropy_edges_test.cpp, the
-// contract in linear_cross_entropy_accuracy_test.cpp, calls rather than values in linear_cross_entropy_calls_test.cpp,
-// arguments that are refused in linear_cross_entropy_errors_test.cpp, and how the work is cut in
-// linear_cross_entropy_plan_test.cpp.
+// linear_cross_entropy against its oracle, on every device, for both algorithms: options, subsets of gradients, sizes
+// of chunks, layouts. Other files of tests:
+//
+//   linear_cross_entropy_edges_test.cpp      infinities, ignored rows, odd sizes
+//   linear_cross_entropy_accuracy_test.cpp   the accuracy contract
+//   linear_cross_entropy_calls_test.cpp      calls rather than values
+//   linear_cross_entropy_errors_test.cpp     refused arguments
+//   linear_cross_entropy_plan_test.cpp       the cut of the work
 #include "eaves/linear_cross_entropy.h"
 
 #include <gtest/gtest.h>
@@ -23,18 +26,18 @@ EAVES_EACH_DEVICE(LinearCrossEntropy);
 
 const std::vector<Reduction> kReductions = {Reduction::none, Reduction::sum, Reduction::mean};
 
-/// 23 rows: no multiple of any tile.
+/// 23 rows are no multiple of any tile.
 LinearCrossEntropyCase make_case(DType dtype, Reduction reduction = Reduction::mean) {
   return {.dtype = dtype, .row_shape = {23}, .options = {.reduction = reduction}, .bias_dtype = dtype};
 }
 
-/// Everything that a row's loss and gradient may consist of.
+/// Every option that changes the loss and the gradient of a row.
 LinearCrossEntropyCase with_every_option(LinearCrossEntropyCase c) {
   c.options.label_smoothing = 0.1;
   c.options.scale = 0.5;
   c.options.softcap = 20.0;
   c.options.z_loss_weight = 1e-3;
-  c.options.ignore_index = 1;  // a class
+  c.options.ignore_index = 1;  // one of the classes
   c.class_weight_dtype = c.dtype;
   c.targets_dtype = DType::int32;
   c.has_row_weight = true;
@@ -49,14 +52,15 @@ LinearCrossEntropyCase with_soft_targets(LinearCrossEntropyCase c) {
   return c;
 }
 
-/// The three ways of saying what is right: what follows a layout or a size in most tests here.
+/// The three kinds of cases that most tests here check for a layout or a size: with row weights, with every option,
+/// with soft targets.
 std::vector<LinearCrossEntropyCase> of_every_kind(const LinearCrossEntropyCase& plain) {
   LinearCrossEntropyCase weighted = plain;
   weighted.has_row_weight = weighted.wants_mean_logit = true;
   return {weighted, with_every_option(plain), with_soft_targets(plain)};
 }
 
-/// The case as it is, and with each of its options alone, then with all of them.
+/// The plain case, the case with each option alone, and the case with all options.
 std::vector<LinearCrossEntropyCase> with_each_option(const LinearCrossEntropyCase& plain) {
   std::vector<LinearCrossEntropyCase> cases = {plain};
   LinearCrossEntropyCase all = plain;
@@ -90,14 +94,14 @@ std::vector<LinearCrossEntropyCase> with_each_option(const LinearCrossEntropyCas
   return cases;
 }
 
-/// The case with little room for its logits: on a CPU as many bytes as let the smallest chunk of 1, 5, 8 rows and so on
-/// stand, in the backward blocks of a few classes; on a GPU all but the last are its least block; 0 is one chunk.
+/// Limits that leave little room for logits. 0 is one chunk. On a CPU the others give chunks of 1, 5, 8 rows and so on,
+/// and in the backward blocks of a few classes; on a GPU all but the last give the least block.
 const std::vector<std::size_t> kLimits = {0, 1, 6000, 9000, 14000};
 
 TEST_P(LinearCrossEntropy, EachOptionMatchesTheOracle) {
   for (const auto& [dtype, reduction] : combine<DType, Reduction>(floating_point_dtypes(), kReductions)) {
     for (const DType targets : {DType::int64, DType::int32, DType::float32, dtype}) {
-      if (targets == DType::bfloat16 || targets == DType::float16) continue;  // no soft targets of 16 bits
+      if (targets == DType::bfloat16 || targets == DType::float16) continue;  // soft targets are never 16 bits
       LinearCrossEntropyCase plain = make_case(dtype, reduction);
       plain.targets_dtype = targets;
       for (const LinearCrossEntropyCase& test_case : with_each_option(plain)) check_linear_cross_entropy(test_case);
@@ -110,11 +114,11 @@ TEST_P(LinearCrossEntropy, ChunksOfEverySizeMatchTheOracle) {
        combine<DType, std::size_t, Reduction>(floating_point_dtypes(), kLimits, {Reduction::none, Reduction::mean})) {
     LinearCrossEntropyCase plain = make_case(dtype, reduction);
     plain.workspace_limit = limit;
-    plain.classes = 131;  // several strides of a row of logits, and a rest
+    plain.classes = 131;  // several strides of a row of logits, and a remainder
     if (device().type == DeviceType::cuda) {
-      plain.classes = 300;  // more than its least block has
+      plain.classes = 300;  // more than the least block has
     } else if (limit == 1) {
-      plain.classes = 29, plain.row_shape = {11};  // in the backward each logit is a block
+      plain.classes = 29, plain.row_shape = {11};  // in the backward each logit is a block of its own
     }
     for (LinearCrossEntropyCase& test_case : of_every_kind(plain)) {
       check_linear_cross_entropy(test_case);
@@ -128,7 +132,7 @@ TEST_P(LinearCrossEntropy, ChunksOfEverySizeMatchTheOracle) {
 TEST_P(LinearCrossEntropy, MoreRowsAndClassesThanATileMatchTheOracle) {
   for (const auto& [dtype, limit] :
        combine<DType, std::size_t>({DType::bfloat16, DType::float32}, {0, 300000, 700000})) {
-    // All at once; chunks of whole tiles of 128 rows; in the backward blocks of whole tiles of 256 classes.
+    // By limit: all at once; chunks of whole tiles of 128 rows; in the backward blocks of whole tiles of 256 classes.
     LinearCrossEntropyCase plain = make_case(dtype);
     plain.row_shape = {290};
     plain.classes = 601;
@@ -167,7 +171,7 @@ TEST_P(LinearCrossEntropy, LayoutsOfHiddenMatchTheOracle) {
     Dims row_shape;
     Placement placement;
     const char* reason;
-    bool may_be_written = true;  ///< every element has its own place, so that the gradient may lie there
+    bool may_be_written = true;  ///< every element has an address of its own, so the gradient may have this layout
   };
   // hidden has 16 features.
   const std::vector<Case> cases = {
@@ -238,7 +242,7 @@ TEST_P(LinearCrossEntropy, TargetsAreReadByTheirStrides) {
     test_case.targets_dtype = targets;
     test_case.targets_placement = with_strides(strides, 1);
     check_linear_cross_entropy(test_case);
-    // Nothing ignored: rows are not gathered for that.
+    // No row is ignored, so rows are not gathered for that reason.
     test_case.target = [](std::int64_t i) { return static_cast<double>(i % 24); };
     check_linear_cross_entropy(test_case);
     test_case.workspace_limit = 9000;
@@ -249,7 +253,7 @@ TEST_P(LinearCrossEntropy, TargetsAreReadByTheirStrides) {
 TEST_P(LinearCrossEntropy, SoftTargetsAreReadByTheDistanceOfTheirRows) {
   for (const Placement& targets :
        {with_strides({144, 24, 1}), with_strides({180, 30, 1}, 1), with_strides({0, 0, 1}), contiguous_at(1)}) {
-    // The order of rows in hidden's memory is not that of their numbers.
+    // The rows of hidden have another order in memory than their numbers.
     for (const auto& [hidden, limit] : combine<Placement, std::size_t>(
              {Placement{}, with_strides({16, 64, 1}), with_strides({200, 16, 1})}, {0, 9000})) {
       LinearCrossEntropyCase test_case = with_soft_targets(make_case(DType::float32, Reduction::none));
@@ -314,7 +318,7 @@ TEST_P(LinearCrossEntropy, WithoutAnUpstreamGradientItIsOne) {
 }
 
 TEST_P(LinearCrossEntropy, OutputsThatNobodyAsksForChangeNoOther) {
-  // Bit by bit on the CPU. A GPU has faster kernels for calls without them, which round in other places.
+  // Bit by bit on the CPU. A GPU has faster kernels for calls without these outputs; they round in other places.
   const auto expect_same = [&](const TestTensor& few, const TestTensor& all) {
     if (device().type == DeviceType::cpu) {
       EXPECT_EQ(few.bytes(), all.bytes());

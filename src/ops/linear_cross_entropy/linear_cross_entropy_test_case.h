@@ -1,9 +1,9 @@
-// One call of linear_cross_entropy in a test: what goes in, its buffers between canaries, and the comparison of both
-// ways to the gradients with the oracle.
+// One call of linear_cross_entropy in a test: its inputs, its buffers between canaries, and the comparison of its
+// results with the oracle, for both algorithms that compute gradients.
 //
-// A gradient is a product, and has two bounds. Each element is held to what the roundings on its way can add up to at
-// worst. Of 16 bits, the error of all elements together is held to what one product in float32 makes of a factor that
-// is exact but for its one rounding: `RoundedProduct`.
+// A gradient is a product, and has two bounds. Each element is within the sum of the worst roundings on its way. With
+// 16-bit inputs, the error of all elements together is within that of one product in float32, of a factor that is exact
+// except for its one rounding: `RoundedProduct`.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -36,7 +36,7 @@
 
 namespace eaves::testing {
 
-/// Where calls may take the fused path, and do so from few classes on.
+/// Runs on GPUs with the fused path, and lets calls take it from few classes on.
 class OnGpuWithFusedPath : public OnGpu {
  protected:
   void TearDown() override { unsetenv("EAVES_FUSED_PRODUCT"); }
@@ -50,7 +50,7 @@ class OnGpuWithFusedPath : public OnGpu {
   }
 };
 
-/// Which gradients are asked for.
+/// The gradients that a case asks for.
 struct WantedGradients {
   bool hidden = true;
   bool head = true;
@@ -65,25 +65,25 @@ struct LinearCrossEntropyCase {
   std::int64_t classes = 24;
   CrossEntropyOptions options = {};
   double deviation = 3.0;                        ///< of the logits
-  DType targets_dtype = DType::int64;            ///< a floating-point type: soft targets
-  std::optional<DType> bias_dtype = {};          ///< no bias unless given
-  std::optional<DType> class_weight_dtype = {};  ///< no weights unless given
-  std::optional<DType> grad_loss_dtype = {};     ///< that of the loss unless given
+  DType targets_dtype = DType::int64;            ///< a floating-point type for soft targets
+  std::optional<DType> bias_dtype = {};          ///< absent: no bias
+  std::optional<DType> class_weight_dtype = {};  ///< absent: no weights
+  std::optional<DType> grad_loss_dtype = {};     ///< absent: the dtype of the loss
   bool has_row_weight = false;
   bool has_normalizer = false;  ///< with the mean
-  bool has_split_lse = false;   ///< lse is kept as two numbers
-  bool has_grad_lse = false;    ///< of the backward, as the next
+  bool has_split_lse = false;   ///< lse has two numbers per row
+  bool has_grad_lse = false;    ///< in the backward, like the next
   bool has_grad_entropy = false;
   bool wants_all_of_row = true;      ///< argmax, entropy and sum_sq among the outputs
-  bool wants_entropy_alone = false;  ///< of these
+  bool wants_entropy_alone = false;  ///< of these outputs, the entropy alone
   bool wants_mean_logit = false;
   bool skips_ignored = false;
   bool accumulates = false;
-  std::optional<std::int64_t> kept_rows = {};  ///< nothing is kept unless given
+  std::optional<std::int64_t> kept_rows = {};  ///< absent: no `kept`
   WantedGradients wanted = {};
-  std::optional<DType> grad_head_dtype = {};  ///< that of head unless given
-  std::optional<DType> grad_bias_dtype = {};  ///< likewise
-  std::size_t workspace_limit = 0;            ///< beside what a GPU's calls take whatever their chunks
+  std::optional<DType> grad_head_dtype = {};  ///< absent: the dtype of head
+  std::optional<DType> grad_bias_dtype = {};  ///< absent: the dtype of hidden
+  std::size_t workspace_limit = 0;            ///< plus the bytes that a call on a GPU takes for any chunks
   Placement hidden_placement = {};
   Placement head_placement = {};
   Placement targets_placement = {};
@@ -98,7 +98,7 @@ struct LinearCrossEntropyCase {
   std::function<double(std::int64_t)> row_weight = {};    ///< likewise
 };
 
-/// What the operator is given as the limit of a case.
+/// The limit that the operator gets for a case.
 inline std::size_t limit_of(const LinearCrossEntropyCase& c) {
   constexpr std::size_t kOfCalls = kGemmWorkspaceBytes + (std::size_t{2} << 20);
   if (c.workspace_limit == 0 || c.device.type == DeviceType::cpu) return c.workspace_limit;
@@ -119,7 +119,7 @@ struct LinearCrossEntropyGradientTensors {
   TestTensor hidden, head, bias;
 };
 
-/// The buffers of one call of each kind: forward, backward, and both at once with results of its own.
+/// The buffers of one call of each kind: forward, backward, and loss and gradients at once with results of its own.
 class LinearCrossEntropyRun {
  public:
   explicit LinearCrossEntropyRun(const LinearCrossEntropyCase& test_case)
@@ -205,7 +205,7 @@ class LinearCrossEntropyRun {
     launch(context);
     download();
   }
-  /// Puts back what is accumulated into.
+  /// Restores the tensors that a call accumulates into.
   void restore() {
     if (!case_.accumulates) return;
     for (LinearCrossEntropyGradientTensors* of : {&gradients, &gradients_at_once}) {
@@ -213,10 +213,10 @@ class LinearCrossEntropyRun {
       of->bias.fill([](std::int64_t i) { return held(i); });
     }
   }
-  /// What grad_head and grad_bias hold before they are accumulated into: numbers of any of the types.
+  /// The contents of grad_head and grad_bias before a call accumulates into them, exact in every dtype.
   static double held(std::int64_t i) { return 0.125 * static_cast<double>(i % 9 - 4); }
 
-  /// Bit by bit.
+  /// Compares bit by bit.
   bool results_equal(LinearCrossEntropyRun& other) {
     const auto mine = outputs(), others = other.outputs();
     for (std::size_t i = 0; i < mine.size(); ++i) {
@@ -313,8 +313,7 @@ inline LinearCrossEntropyProblem problem_of(LinearCrossEntropyRun& run, LinearCr
   return make_problem(run.at_once_args());
 }
 
-/// What is computed at once. Without a limit of the case, that of the operator is of no interest: the sizes of these
-/// tests are one block then.
+/// The block of a call. For a case without a limit any large limit will do: the sizes of these tests are one block.
 inline LinearCrossEntropyBlock block_of(LinearCrossEntropyRun& run, LinearCrossEntropyMode mode) {
   const LinearCrossEntropyProblem problem = problem_of(run, mode);
   if (problem.rows() == 0) return {1, problem.classes};
@@ -323,20 +322,20 @@ inline LinearCrossEntropyBlock block_of(LinearCrossEntropyRun& run, LinearCrossE
 
 // ---- the comparison ------------------------------------------------------------------------------------------------
 
-/// Every number to the nearest of a dtype.
+/// The nearest number of a dtype.
 inline double rounded(DType dtype, double value) {
   return dispatch_floating_point(dtype, [&]<typename T>() { return reference::exact(round_to<T>(value)); });
 }
 
-/// What one product in float32 makes of exact factors that were rounded once: the gradients' contract. A sum over
-/// several chunks of rows is rounded behind each of them.
+/// The product in float32 of exact factors that were rounded once: the contract of the gradients. A sum over several
+/// chunks of rows is rounded after each chunk.
 struct RoundedProduct {
   DType dtype;        ///< of the factors
-  double alpha;       ///< that the sum is multiplied with
+  double alpha;       ///< the sum is multiplied by it
   std::int64_t rows;  ///< of the second factor, in a chunk
   bool rounds_before_adding;
 
-  /// c = a b, or c += a b, of `c_dtype`.
+  /// c = a b, or c += a b, with elements of `c_dtype`.
   reference::Matrix multiply(const reference::Matrix& a, const reference::Matrix& b, DType c_dtype,
                              const std::optional<reference::Matrix>& held) const {
     reference::Matrix c = held.value_or(reference::Matrix(a.rows, b.columns));
@@ -364,7 +363,7 @@ struct RoundedProduct {
   }
 };
 
-/// The worst errors of one call, as shares of what is allowed.
+/// The worst errors of one call, as shares of the allowed errors.
 struct LinearCrossEntropyShares : CrossEntropyResultShares {
   double grad_hidden = 0.0;
   double grad_head = 0.0;
@@ -379,7 +378,7 @@ struct LinearCrossEntropyShares : CrossEntropyResultShares {
   double worst() const { return std::max({loss, lse, entropy, grad_hidden, grad_head, grad_bias}); }
 };
 
-/// Compares what a run has downloaded with the oracle.
+/// Compares the downloaded results of a run with the oracle.
 class LinearCrossEntropyComparison {
  public:
   explicit LinearCrossEntropyComparison(LinearCrossEntropyRun& run)
@@ -389,7 +388,7 @@ class LinearCrossEntropyComparison {
         compare_results_(result_dtype_, case_.options, shares, false),
         exact_(run.forward_args(&TestTensor::host).inputs, run.forward_args(&TestTensor::host).normalizer) {}
 
-  /// Fails with the first result that is not within the contract, and looks no further.
+  /// Fails with the first result outside of the contract, and stops there.
   void compare() {
     if (compare_forward(run_.results, "") && compare_forward(run_.results_at_once, ", at once")) compare_gradients();
   }
@@ -416,12 +415,12 @@ class LinearCrossEntropyComparison {
   bool compare_row(const CrossEntropyResults& results, const reference::CrossEntropyRow& row, std::int64_t i,
                    const std::string& how) {
     const std::string of_row = " of row " + std::to_string(i) + how;
-    // A row that does not count has zeros, whatever it holds.
+    // A row that does not count has zeros, for any contents.
     return (!results.has_all_of_row || !results.has_argmax || is_argmax(row, i, results.argmax.get(i), of_row)) &&
            compare_results_.compare_row(results, row, i, !row.is_counted, of_row);
   }
 
-  /// The class of the largest logit, or one that is as large as far as float32 can tell.
+  /// True for the class of the largest logit, and for a class with a logit that float32 cannot tell from the largest.
   bool is_argmax(const reference::CrossEntropyRow& row, std::int64_t i, double actual, const std::string& of_row) {
     const std::int64_t expected = row.is_counted ? row.argmax : 0;
     const auto found = static_cast<std::int64_t>(actual);
@@ -436,8 +435,8 @@ class LinearCrossEntropyComparison {
 
   // ---- gradients ---------------------------------------------------------------------------------------------------
 
-  /// dL/d(loss), dL/d(lse) and dL/d(entropy) of each row are `in_factor` times `alpha`. The first multiplies the
-  /// logits' gradient before its rounding, the second multiplies the products.
+  /// dL/d(loss), dL/d(lse) and dL/d(entropy) of each row are `in_factor` times `alpha`. `in_factor` multiplies the
+  /// gradient of the logits before its rounding, `alpha` multiplies the products.
   struct Scaling {
     reference::LinearCrossEntropyUpstream in_factor;
     double alpha = 1.0;
@@ -486,7 +485,8 @@ class LinearCrossEntropyComparison {
     const auto is_within = [&](const TestTensor& tensor, const char* name, const Product& product, double& share) {
       return compare_product(tensor, name + how, product, scaling.alpha, share);
     };
-    // Of grad_hidden a row is one sum, however many blocks of classes; of grad_bias a class, however many chunks.
+    // A row of grad_hidden is one sum for any number of blocks of classes; a class of grad_bias is one sum for any
+    // number of chunks.
     const Product of_hidden{factor, scales, exact_.head, std::max<std::int64_t>(1, case_.classes),
                             false,  false,  has_exps};
     Product of_head{transposed(computed(all.values)),
@@ -511,7 +511,7 @@ class LinearCrossEntropyComparison {
            (!wanted.bias || is_within(actual.bias, "grad_bias", of_bias, shares.grad_bias));
   }
 
-  /// The rows of the chunks, all or only those that count, in the order of the walk.
+  /// The rows of the chunks, in the order of the loop: all rows, or the rows that count.
   Matrix computed_rows(const Matrix& all, const LinearCrossEntropyProblem& problem) const {
     const bool leaves_out = case_.device.type == DeviceType::cpu || case_.skips_ignored;
     Matrix computed(0, all.columns);
@@ -526,7 +526,7 @@ class LinearCrossEntropyComparison {
     return computed;
   }
 
-  /// The gradient's rows of the rows that do not count.
+  /// True if the rows that do not count have a gradient of 0.
   bool uncounted_are_zero(const TestTensor& grad_hidden, const std::string& how) const {
     for (std::int64_t i = 0; i < static_cast<std::int64_t>(exact_.rows.size()); ++i) {
       for (std::int64_t d = 0; d < case_.features; ++d) {
@@ -540,21 +540,21 @@ class LinearCrossEntropyComparison {
     return true;
   }
 
-  /// factor * other, whose sums are cut into chunks.
+  /// factor * other, with sums cut into chunks.
   struct Product {
     Matrix factor;
-    Matrix scales;  ///< of the factor's elements
+    Matrix scales;  ///< of the elements of the factor
     Matrix other;
     std::int64_t chunk;
     bool accumulates;
-    bool is_added_by_gemm = false;             ///< what a chunk adds
+    bool is_added_by_gemm = false;             ///< a product adds each chunk to the sum
     bool has_exps = false;                     ///< fused/fused.h
-    std::int64_t target_roundings = 0;         ///< with exps: how often the targets' part is added
-    std::optional<Matrix> rounded_other = {};  ///< `other` with the rounding that it gets, where it gets one
+    std::int64_t target_roundings = 0;         ///< with exps: how often the targets' parts are added
+    std::optional<Matrix> rounded_other = {};  ///< `other` after its rounding, if it has one
   };
 
-  /// hidden as the product for grad_head takes it beside exponentials: multiplied by its row's factor, rounded, divided
-  /// by it again. The factor's power of two changes no rounding and is left out.
+  /// hidden as the product for grad_head reads it beside exps: times the factor of its row, rounded, and divided by the
+  /// factor again. The factor's power of two changes no rounding and is left out.
   Matrix hidden_with_factors(const Scaling& scaling) const {
     Matrix hidden = exact_.hidden;
     for (std::int64_t i = 0; i < hidden.rows; ++i) {
@@ -569,7 +569,7 @@ class LinearCrossEntropyComparison {
     return hidden;
   }
 
-  /// The elements of `tensor` that a product computes: in grad_hidden the rows that count.
+  /// The elements of `tensor` that a product computes: for grad_hidden the rows that count.
   Matrix elements_of(const TestTensor& tensor, const Matrix& like) const {
     Matrix all(tensor.host().element_count() / std::max<std::int64_t>(like.columns, 1), like.columns);
     for (std::size_t i = 0; i < all.values.size(); ++i) all.values[i] = tensor.get(static_cast<std::int64_t>(i));
@@ -598,8 +598,8 @@ class LinearCrossEntropyComparison {
     return size_of(case_.dtype) > 2 || is_within_rounded_product(product, dtype, alpha, exact, actual, name, share);
   }
 
-  /// An exp is rounded as another number than the factor, of grad_head hidden times its row's factor is rounded too,
-  /// and what is 2^-36 of the row's largest may be 0.
+  /// The error of a factor that is an exp: the exp is rounded instead of the factor; for grad_head, hidden times its
+  /// row's factor is rounded too; an exp of 2^-36 of the row's largest may be 0.
   static double of_exps(const Product& product, double factor, double largest) {
     constexpr double kUnitRoundoff = 0x1p-8;  // of bfloat16
     constexpr double kLost = 0x1p-36;
@@ -610,10 +610,11 @@ class LinearCrossEntropyComparison {
     return size_of(dtype) == 2 && std::isfinite(value) ? 0.5 * unit_in_last_place(dtype, value) : 0.0;
   }
 
-  /// What roundings can add up to in each element, but for that of the result: those of the factor to 16 bits, what
-  /// float32 is allowed of each term, and those of the sum behind each chunk.
+  /// The sum of the worst roundings in each element, without the rounding of the result: the rounding of the factor to
+  /// 16 bits, the allowed error of each term in float32, and the rounding of the sum after each chunk.
   Matrix allowed_of(const Product& product, DType dtype, double alpha) const {
-    // A probability that would be subnormal may be 0; what it is multiplied with, the logarithm of one among it.
+    // A probability that would be subnormal may be 0. This bounds its multiplier, which may be the logarithm of a
+    // probability.
     constexpr double kBesideProbability = 256.0;
     Matrix of_factor = product.factor;
     double largest = 0.0;
@@ -624,7 +625,7 @@ class LinearCrossEntropyComparison {
       of_factor.values[i] =
           before + (product.has_exps ? of_exps(product, product.factor.values[i], largest)
                                      : rounding_of(case_.dtype, std::abs(product.factor.values[i]) + before));
-      // The terms of a gradient that is made of an exp, and the logarithm in one of them, have the exp's rounding.
+      // In a gradient made of an exp, the terms have the rounding of the exp, and so has the logarithm in one of them.
       if (has_gradient_of_exps_) of_factor.values[i] += 0x1p-7 * product.scales.values[i];
     }
     const Matrix sizes = sizes_of(product.other);
@@ -644,13 +645,13 @@ class LinearCrossEntropyComparison {
     return allowed;
   }
 
-  /// Of 16 bits and more numbers than luck could decide: the errors of all elements together.
+  /// For 16 bits, the errors of all elements together, if there are too many numbers for luck to decide.
   bool is_within_rounded_product(const Product& product, DType dtype, double alpha, const Matrix& exact,
                                  const Matrix& actual, const std::string& name, double& share) {
-    // The roundings of a GPU's logits are not those of that product: luck decides more.
+    // The logits of a GPU have other roundings than those of that product, so luck decides more.
     constexpr std::size_t kFewFactors = 256, kFewElementsOfGpu = 4096;
-    // Of the contract. A gradient that is made of exps, which are rounded too, has twice that where the entropy's
-    // outweighs the loss'.
+    // The contract. A gradient made of kept exps, which are rounded themselves, has twice the error if the entropy's
+    // part outweighs the loss' part.
     const double kMost = has_gradient_of_exps_ ? 2.3 : 1.15;
     if (product.factor.values.size() < kFewFactors) return true;
     if (case_.device.type == DeviceType::cuda && exact.values.size() < kFewElementsOfGpu) return true;
@@ -669,7 +670,7 @@ class LinearCrossEntropyComparison {
       return error;
     };
     double allowed = squared_error(bound.multiply(product.factor, product.other, dtype, held));
-    if (product.rounded_other) {  // the errors of the factor and of hidden may cancel: then either alone is the larger
+    if (product.rounded_other) {  // the errors of the factor and of hidden may cancel: then either alone is larger
       allowed = std::max(allowed, squared_error(bound.multiply(product.factor, *product.rounded_other, dtype, held)));
     }
     const double error = squared_error(actual);
@@ -685,7 +686,7 @@ class LinearCrossEntropyComparison {
   DType result_dtype_;
   CrossEntropyResultComparison compare_results_;
   reference::LinearCrossEntropy exact_;
-  bool has_gradient_of_exps_ = false;  ///< which is rounded twice
+  bool has_gradient_of_exps_ = false;  ///< the gradient of the logits is rounded twice
 };
 
 inline std::string description_of(const LinearCrossEntropyCase& c) {
@@ -715,8 +716,8 @@ inline std::string description_of(const LinearCrossEntropyCase& c) {
   return text;
 }
 
-/// Runs everything and compares every element with the oracle, and every byte around them with its canary; on a GPU
-/// also without the outputs that have kernels of their own.
+/// Runs a case with every call, and compares every element with the oracle and every byte around it with its canary; on
+/// a GPU also without the outputs that have kernels of their own.
 inline LinearCrossEntropyShares check_linear_cross_entropy(const LinearCrossEntropyCase& test_case) {
   return check_with_and_without_all_of_row(test_case, [](const LinearCrossEntropyCase& one) {
     SCOPED_TRACE(description_of(one));
