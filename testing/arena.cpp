@@ -1,6 +1,6 @@
-// Buffers for benchmarks, filled with normal random numbers fast enough that making 1 GiB is not what a benchmark
-// waits for: a block of about a million numbers is drawn once (each from its own counter, so the number of threads
-// changes nothing) and laid over the tensor in pieces that start at differing places of the block.
+// Buffers for benchmarks, filled with normal random numbers so fast that a benchmark does not wait for 1 GiB of them. A
+// block of about a million numbers is drawn once, each from its own counter, so that the number of threads changes
+// nothing. The tensor is then filled with pieces of the block that start at different places.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -23,7 +23,8 @@
 namespace eaves::bench {
 namespace {
 
-// The block has to be larger than what a kernel treats at a time and small enough to be drawn in some milliseconds.
+// The block has to be larger than the part of a tensor that a kernel takes at a time, and so small that it is drawn in
+// some milliseconds.
 constexpr std::int64_t kBlockElements = std::int64_t{1} << 20;
 constexpr std::int64_t kPieceElements = kBlockElements / 2;
 
@@ -39,7 +40,7 @@ struct NormalPair {
   float first, second;
 };
 
-// Box and Muller: one draw of 64 bits is two uniform numbers, and those are two normal ones.
+// Box and Muller: one draw of 64 bits gives two uniform numbers, and these give two normal ones.
 NormalPair normal_pair(std::uint64_t bits) {
   const float uniform = (static_cast<float>(bits >> 40) + 0.5f) * 0x1p-24f;  // never 0: its logarithm is taken
   const float angle = static_cast<float>(bits & 0xffffffu) * 0x1p-24f * 2.0f * std::numbers::pi_v<float>;
@@ -49,7 +50,7 @@ NormalPair normal_pair(std::uint64_t bits) {
 
 template <typename T>
 std::vector<T> draw_block(std::int64_t elements, std::uint64_t seed, float deviation) {
-  std::vector<T> block(static_cast<std::size_t>(elements + 1));  // pairs: the last one may reach one beyond
+  std::vector<T> block(static_cast<std::size_t>(elements + 1));  // the last pair may have one number too many
   const std::uint64_t first_counter = random_bits(seed + 1);
   cpu::parallel_for({}, (elements + 1) / 2, cpu::grain_for(4), [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
@@ -61,7 +62,7 @@ std::vector<T> draw_block(std::int64_t elements, std::uint64_t seed, float devia
   return block;
 }
 
-// Pieces are copied from where the block is: on a GPU that is device memory, so 1 GiB crosses no bus.
+// Pieces are copied on the device of the block, so that on a GPU 1 GiB does not cross the bus.
 void tile(Device device, const std::byte* block, std::int64_t block_elements, std::byte* destination,
           std::int64_t elements, std::size_t element_bytes, std::uint64_t seed) {
   const std::int64_t piece_elements = std::min(block_elements, kPieceElements);
@@ -171,7 +172,7 @@ TensorView Arena::filled(DType dtype, const Dims& shape, std::span<const double>
   auto* data = static_cast<std::byte*>(tensor.data);
   std::size_t filled = std::min(bytes, host.size());
   runtime::copy(data, device_, host.data(), kCpu, filled);
-  // What is there doubles with each copy: on a GPU nothing else crosses the bus.
+  // Each copy doubles the filled part on the device, so that on a GPU only the first copy crosses the bus.
   while (filled < bytes) {
     const std::size_t count = std::min(filled, bytes - filled);
     runtime::copy(data + filled, device_, data, device_, count);

@@ -1,6 +1,6 @@
-// What an operator declares so that the harness can measure it: tables, rows, the bytes a row has to move (or another
-// limit of its own), and how to make the buffers and the call. No timing code is here or in any operator; no operator
-// is named in the harness.
+// The declarations of an operator for the benchmark harness: tables, rows, the bytes that a row has to move (or another
+// limit), and functions that make the buffers and the call. Neither this file nor an operator has timing code, and the
+// harness names no operator.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace eaves::bench {
 
-/// Device memory whose sum the harness reports as the row's peak. Everything that a Call allocates comes from here.
+/// Device memory of a row; the harness reports its sum as the row's peak. A Call allocates from here only.
 class Arena {
  public:
   explicit Arena(Device device) : device_(device) {}
@@ -28,14 +28,14 @@ class Arena {
   Device device() const { return device_; }
   std::int64_t bytes() const { return bytes_; }
 
-  /// Memory with nothing in it yet.
+  /// Uninitialised memory.
   void* allocate(std::size_t bytes);
 
   /// A contiguous tensor of normal random numbers with mean 0, never zeros; `seed` fixes them.
   TensorView normal(DType dtype, const Dims& shape, std::uint64_t seed, double deviation = 1.0);
 
-  /// A contiguous tensor of any dtype with these numbers, again and again until it is full: targets, weights, and
-  /// whatever else must not be normal numbers. Throws InvalidArgument where there are none to fill it with.
+  /// A contiguous tensor of any dtype, filled with repetitions of these numbers: targets, weights and other tensors
+  /// that must not be normal numbers. Throws InvalidArgument if `numbers` is empty and the tensor is not.
   TensorView filled(DType dtype, const Dims& shape, std::span<const double> numbers);
 
   /// A contiguous tensor that the call writes.
@@ -51,15 +51,16 @@ class Arena {
 struct Call {
   std::function<void(const ExecutionContext& context)> run;
 
-  /// Optional: how much workspace run() has to find in its context.
+  /// Optional: the bytes of workspace that run() needs in its context.
   std::function<std::size_t(const ExecutionContext& context)> workspace_bytes = {};
 
-  /// Optional: puts back the inputs that run() has overwritten; called before each run() but the first, and not timed.
-  /// May wait for the device.
+  /// Optional: restores the inputs that run() has overwritten. Called before every run() except the first, and not
+  /// timed. May wait for the device.
   std::function<void()> restore = {};
 };
 
-/// An operator's call and what it says of its workspace: make_call(args, logsumexp_forward, ..._workspace_bytes).
+/// A Call of an operator's function and the query of its workspace: make_call(args, logsumexp_forward,
+/// ..._workspace_bytes).
 template <typename Args>
 Call make_call(const Args& args, void (*run)(const Args&, const ExecutionContext&),
                std::size_t (*workspace_bytes)(const Args&, const ExecutionContext&)) {
@@ -84,27 +85,28 @@ struct Row {
   std::string mode;  ///< "fwd", "bwd", "fwd+bwd"
   Sizes shape;       ///< "shape" in the result file
   Options options;   ///< "options" in the result file
-  /// What any implementation has to read and write: what the `limit` column streams, where the row has no other.
+  /// The bytes that any implementation has to read and write. The `limit` column streams them, unless the row has
+  /// make_limit.
   std::int64_t read_bytes = 0;
   std::int64_t write_bytes = 0;
-  /// Floating-point operations that any implementation has to do, where these and not the bytes are what takes time.
+  /// The floating-point operations that any implementation has to do, if they take more time than the bytes.
   std::int64_t operations = 0;
   /// Makes inputs and outputs in `arena` and the call on them.
   std::function<Call(Arena& arena)> make_call;
-  /// Optional: makes what the `limit` column runs instead of streaming, on buffers of its own. It overwrites none of
-  /// its inputs, and finds no workspace in its context.
+  /// Optional: makes the call that the `limit` column runs instead of streaming, on separate buffers. The call
+  /// overwrites none of its inputs, and gets no workspace in its context.
   std::function<Call(Arena& arena)> make_limit;
-  std::int64_t limit_bytes = 0;  ///< of those buffers
+  std::int64_t limit_bytes = 0;  ///< of the buffers of make_limit
 };
 
-/// Rows that are printed together. What they have in common becomes the title, the rest the rows' names.
+/// Rows that are printed together. The title has their common properties, the names of the rows the other ones.
 struct Table {
   std::string op;
   DType dtype = DType::bfloat16;
   std::vector<Row> rows;
 };
 
-/// A table of make_row(case, arguments...).
+/// A table with a row make_row(case, arguments...) for each case.
 template <typename Case, typename MakeRow, typename... Arguments>
 Table make_table(const std::string& op, DType dtype, const std::vector<Case>& cases, MakeRow make_row,
                  const Arguments&... arguments) {
@@ -121,12 +123,12 @@ Case with(Case item, Change change) {
 }
 
 enum class Sweep {
-  quick,      ///< what a quiet device shows in a few minutes, all operators together: the published tables where they
-              ///< fit in that time, and the layouts that the published tables leave out
+  quick,      ///< a few minutes on a quiet device for all operators together: the published tables as far as they fit
+              ///< in this time, and layouts that the published tables lack
   published,  ///< every row of the published tables, no others
 };
 
-/// A shape of the user's own.
+/// A shape from the user.
 struct Shape {
   std::map<std::string, std::int64_t> sizes;  ///< by axis
   Dims grid = {};                             ///< of lrpe_cosine, instead of a length
@@ -139,17 +141,17 @@ struct Request {
   bool has_dtype = false;  ///< the user named the dtype: tables of other dtypes are left out
 };
 
-/// What <op>_bench.cpp defines. The list of all of them is in cli/bench.cpp.
+/// An operator's benchmark, which <op>_bench.cpp defines. cli/bench.cpp lists all of them.
 struct Operator {
   std::string name;
   std::vector<Table> (*tables)(const Request& request);
 
-  /// The axes of a shape of the user's own, all of which it has, and the calls of a training step on it.
+  /// The axes of a shape from the user, all required, and the calls of a training step on it.
   std::vector<std::string> axes;
   std::vector<Row> (*rows_of_shape)(const Shape& shape, DType dtype);
 };
 
-// ----------------------------------------------------------------------------- what several operators have in common
+// ----------------------------------------------------------------------------- shared by several operators
 
 inline std::int64_t bytes_of(DType dtype) { return static_cast<std::int64_t>(size_of(dtype)); }
 
@@ -159,7 +161,7 @@ inline std::int64_t elements_of(const Dims& shape) {
   return elements;
 }
 
-/// That of the rows along `axis`.
+/// The shape of the rows along `axis`.
 inline Dims without_axis(const Dims& shape, int axis) {
   Dims rows;
   for (int other = 0; other < shape.size(); ++other) {
@@ -175,8 +177,7 @@ inline std::vector<std::int64_t> doublings(std::int64_t first, std::int64_t last
   return sizes;
 }
 
-/// Classes drawn evenly; where half of them are ignored, these come in runs of 32, as prompts do in front of their
-/// answers.
+/// Classes drawn evenly. If half of the rows are ignored, they come in runs of 32, like prompts before their answers.
 TensorView class_targets(Arena& arena, const Dims& shape, std::int64_t classes, bool half_is_ignored);
 
 }  // namespace eaves::bench

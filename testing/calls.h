@@ -1,6 +1,6 @@
-// What every operator promises of a call, whatever it computes: it writes its outputs alone, threads of the caller do
-// not disturb each other, and neither the number of threads nor the caller's pool changes a bit. A Run is made of a
-// case, and has run(context), download(), results_equal(other), inputs() and outputs(), which have names.
+// Tests of the promises of every operator's calls: a call writes its outputs only, threads of the caller do not disturb
+// each other, and neither the number of threads nor the caller's pool changes a bit. A Run is constructed from a case,
+// and has run(context), download(), results_equal(other), inputs() and named outputs().
 #pragma once
 
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@
 
 namespace eaves::testing {
 
-/// Fails where an input is not as it was, or a byte around an output.
+/// Runs a call, and fails if an input or a byte around an output has changed.
 template <typename Run>
 void run_between_canaries(Run& run, const ExecutionContext& context = {}) {
   std::vector<std::vector<unsigned char>> before;
@@ -30,7 +30,7 @@ void run_between_canaries(Run& run, const ExecutionContext& context = {}) {
   for (auto& [name, tensor] : run.outputs()) EXPECT_EQ(tensor->canary_damage(), "") << "around " << name;
 }
 
-/// Bit by bit.
+/// Fails unless two runs give the same bits.
 template <typename Run, typename Case>
 void expect_two_runs_equal(const Case& test_case, const std::string& description) {
   Run first(test_case), second(test_case);
@@ -39,7 +39,7 @@ void expect_two_runs_equal(const Case& test_case, const std::string& description
   EXPECT_TRUE(first.results_equal(second)) << description;
 }
 
-/// A graph of run.launch() that is replayed `times` comes to what a run does.
+/// Fails unless a graph of run.launch(), replayed `times` times, gives the results of a run.
 template <typename Run, typename Case>
 void expect_replayed_by_a_graph(const Case& test_case, const std::string& description, int times = 3) {
   Run plain(test_case), captured(test_case);
@@ -51,7 +51,8 @@ void expect_replayed_by_a_graph(const Case& test_case, const std::string& descri
   EXPECT_TRUE(captured.results_equal(plain)) << description;
 }
 
-/// One workspace serves calls that follow each other: none writes over what another has yet to merge.
+/// Fails unless consecutive calls can share one workspace: no call may overwrite states that another call has yet to
+/// merge.
 template <typename Run, typename Case, typename BytesOf>
 void expect_a_workspace_can_be_shared(const std::vector<Case>& cases, int repetitions, BytesOf bytes_of) {
   std::vector<std::unique_ptr<Run>> alone, together;
@@ -76,8 +77,8 @@ void expect_a_workspace_can_be_shared(const std::vector<Case>& cases, int repeti
   }
 }
 
-/// A call with a workspace of so many bytes, around which nothing may be written. One byte less is refused, if they are
-/// the least.
+/// Calls with a workspace of `bytes`, and fails if a byte around it has changed. If `are_least` is set, one byte less
+/// must be refused.
 template <typename Call>
 void call_with_workspace(Device device, std::size_t bytes, bool are_least, Call call) {
   TestTensor workspace(device, DType::uint8, {static_cast<std::int64_t>(bytes)});
@@ -90,7 +91,7 @@ void call_with_workspace(Device device, std::size_t bytes, bool are_least, Call 
   EXPECT_EQ(workspace.canary_damage(), "");
 }
 
-/// What the objective changes by, for each unit that element i of `tensor` does.
+/// The central difference quotient of the objective in element i of `tensor`.
 template <typename Objective>
 double difference_quotient(TestTensor& tensor, std::int64_t i, double step, Objective objective) {
   const double original = tensor.get(i);
@@ -105,7 +106,8 @@ double difference_quotient(TestTensor& tensor, std::int64_t i, double step, Obje
   return (above - below) / (2.0 * step);
 }
 
-/// Four runs at the same time, each on a stream of its own by `launch(run, context)`, come to what one run alone does.
+/// Fails unless four runs at the same time, each on its own stream by `launch(run, context)`, give the results of one
+/// run alone.
 template <typename Run, typename Case, typename Launch>
 void expect_undisturbed_by_other_threads(const Case& test_case, const std::string& description, Launch launch) {
   Run alone(test_case);
@@ -127,7 +129,8 @@ void expect_undisturbed_by_other_threads(const Case& test_case, const std::strin
   }
 }
 
-/// On the CPU: with any number of threads, and on a pool that runs the pieces in reverse order, one at a time.
+/// On the CPU: fails unless the results are equal with any number of threads, and on a pool that runs the pieces one at
+/// a time in reverse order.
 template <typename Run, typename Case>
 void expect_equal_on_any_threads(const Case& test_case, const std::string& description) {
   const ParallelFor backwards = {.run = [](void*, std::int64_t count, ParallelFor::Body body, void* data) {

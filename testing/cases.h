@@ -1,4 +1,4 @@
-// Sizes that tests run over, each with the reason it is there.
+// The sizes that tests run over, each with its reason.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace eaves::testing {
 
-/// Every combination of one element of each list; the last list goes round fastest.
+/// Every combination of one element of each list; the last list changes fastest.
 template <typename... T>
 std::vector<std::tuple<T...>> combine(const std::vector<T>&... lists) {
   const std::size_t count = (std::size_t{1} * ... * lists.size());
@@ -85,20 +85,20 @@ inline const std::vector<RowCount>& few_long_rows() {
   return cases;
 }
 
-/// The dtypes that are computed on.
+/// The dtypes that operators compute on.
 inline const std::vector<DType>& floating_point_dtypes() {
   static const std::vector<DType> dtypes = {DType::bfloat16, DType::float16, DType::float32, DType::float64};
   return dtypes;
 }
 
-/// The dtypes of indices, and others that nothing is computed on.
+/// The dtypes of indices, and other dtypes that no operator computes on.
 inline const std::vector<DType>& integer_dtypes() {
   static const std::vector<DType> dtypes = {DType::int8,  DType::int16, DType::int32,
                                             DType::int64, DType::uint8, DType::boolean};
   return dtypes;
 }
 
-/// How a tensor [batch, heads, positions, features] lies in memory.
+/// The layout of a tensor [batch, heads, positions, features] in memory.
 struct HeadLayout {
   const char* reason;
   Placement (*of)(const Dims& shape);

@@ -1,6 +1,6 @@
-// The oracle: cross_entropy and its gradient as the header's formula says them, in float64 loops over the classes of a
-// row; sums are kept in more than that, for the sake of float64 results. Any target is a distribution here, one class
-// or many. It reads the same arguments as the operator, in CPU memory, knows no backend, and nobody should make it
+// The oracle: the header's formulas of cross_entropy and its gradient in float64 loops over the classes of a row; sums
+// are long double, because results may be float64. Every target is a distribution here, of one class or many. The
+// oracle reads the same arguments as the operator, in CPU memory, and shares no code with the backends. It need not be
 // fast.
 #pragma once
 
@@ -15,21 +15,21 @@
 
 namespace eaves::reference {
 
-/// One row: its classes, and what the forward says of it. `scale`s are those of testing/tolerance.h.
+/// One row: its classes, and its results of the forward. testing/tolerance.h defines the scales.
 struct CrossEntropyRow {
   std::vector<double> logits;        ///< z'
   std::vector<double> slope;         ///< dz'/dz
-  std::vector<double> distribution;  ///< u_v = w_v * q'_v, but for the hard target's part
-  double hard = 0.0;                 ///< that part: (1 - e) * w_t
+  std::vector<double> distribution;  ///< u_v = w_v * q'_v without the hard target's part
+  double hard = 0.0;                 ///< the hard target's part: (1 - e) * w_t
   std::int64_t target = -1;          ///< -1: soft targets, or the row is ignored
   double weight = 1.0;               ///< r
-  double target_weight = 0.0;        ///< what the row counts in the mean: r w_t
+  double target_weight = 0.0;        ///< the row's part of the mean's divisor: r w_t
   bool is_counted = true;            ///< not ignored
 
   double max = -std::numeric_limits<double>::infinity();
   double lse = 0.0;
-  double anchor = 0.0;            ///< the largest z', or 0 where that is not finite
-  double lse_minus_anchor = 0.0;  ///< next to a huge anchor lse itself has no room for it
+  double anchor = 0.0;            ///< the largest z', or 0 if it is not finite
+  double lse_minus_anchor = 0.0;  ///< has digits that lse lacks beside a huge anchor
   double entropy = 0.0;
   double sum_sq = 0.0;
   double mean_logit = 0.0;
@@ -78,7 +78,7 @@ inline CrossEntropyRow cross_entropy_row(const CrossEntropyForwardArgs& args, st
   }
   result.argmax = best == classes ? 0 : static_cast<std::int64_t>(best);
 
-  // Infinite maxima are left out of the difference: exp of the logit itself is 0, infinity or NaN, as it should be.
+  // An infinite maximum is not subtracted: exp of the logit itself is 0, infinity or NaN, as in the formula.
   result.anchor = std::isfinite(result.max) ? result.max : 0.0;
   long double sum = 0.0;
   for (const double logit : result.logits) sum += std::exp(logit - result.anchor);
@@ -139,7 +139,7 @@ inline CrossEntropyRow cross_entropy_row(const CrossEntropyForwardArgs& args, st
     result.loss += result.z_loss;
     result.loss_scale += testing::z_loss_scale(options.z_loss_weight, lse_scale);
   }
-  if (result.weight == 0.0) {  // whatever they were
+  if (result.weight == 0.0) {  // 0 even if they are infinite or NaN
     result.loss = result.loss_scale = result.z_loss = 0.0;
     return result;
   }
@@ -149,7 +149,7 @@ inline CrossEntropyRow cross_entropy_row(const CrossEntropyForwardArgs& args, st
   return result;
 }
 
-/// What the rows add up to: sums, and the number that the mean divides by.
+/// The sums over the rows; `weight` is the mean's divisor.
 struct CrossEntropySums {
   long double loss = 0.0;
   double loss_scale = 0.0;
@@ -169,21 +169,22 @@ struct CrossEntropySums {
   }
 };
 
-/// dL/d(what the forward wrote of a row), and those results that the backward is given: it is judged by them.
+/// The gradients of a row's outputs, and the outputs of the forward that the backward reads: the oracle takes the same
+/// numbers.
 struct CrossEntropyUpstream {
   double loss = 0.0;  ///< after the mean's division
   double lse_gradient = 0.0;
   double entropy_gradient = 0.0;
-  double anchor = 0.0;  ///< with the next, lse
+  double anchor = 0.0;  ///< lse = anchor + lse_minus_anchor
   double lse_minus_anchor = 0.0;
   double entropy = 0.0;
-  double lse_rounding = 0.0;  ///< of an lse that the backward was not given: as that of z' in gradient_scale()
+  double lse_rounding = 0.0;  ///< |lse| if the call computes or rounds lse itself, for GradientTerms::rounded
 };
 
 struct CrossEntropyGradient {
   std::vector<double> values;
   std::vector<double> scales;  ///< of each class
-  double scale = 0.0;          ///< of the row: the largest of them
+  double scale = 0.0;          ///< of the row: the largest one
 };
 
 inline CrossEntropyGradient cross_entropy_gradient(const CrossEntropyRow& row, const CrossEntropyOptions& options,
@@ -192,7 +193,7 @@ inline CrossEntropyGradient cross_entropy_gradient(const CrossEntropyRow& row, c
   const double of_lse = upstream.lse_gradient;
   const double of_entropy = upstream.entropy_gradient;
   if ((!row.is_counted || row.weight == 0.0) && of_lse == 0.0 && of_entropy == 0.0) {
-    result.values.assign(row.logits.size(), 0.0);  // whatever the logits are
+    result.values.assign(row.logits.size(), 0.0);  // 0 for any logits
     result.scales = result.values;
     return result;
   }
@@ -207,7 +208,7 @@ inline CrossEntropyGradient cross_entropy_gradient(const CrossEntropyRow& row, c
     const double distribution = g * row.distribution[v];
     const double log_p = row.logits[v] - upstream.anchor - upstream.lse_minus_anchor;
     const double p = std::exp(log_p);
-    // d(entropy)/dz' = -p * (log p + entropy), and 0 where p is
+    // d(entropy)/dz' = -p * (log p + entropy), and 0 if p is 0
     const bool has_entropy = of_entropy != 0.0 && p != 0.0;
     const double in_entropy = has_entropy ? -of_entropy * (log_p + upstream.entropy) : 0.0;
     double value = p * (of_mass + of_z_loss + of_lse + in_entropy) - distribution;

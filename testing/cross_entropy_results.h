@@ -1,5 +1,5 @@
-// What tests of cross_entropy and of linear_cross_entropy share: what goes in unless a case says otherwise, the outputs
-// of a forward, and their comparison with the oracle's rows and sums.
+// The code that tests of cross_entropy and of linear_cross_entropy share: the default inputs of a case, the outputs of
+// a forward, and their comparison with the oracle's rows and sums.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@
 
 namespace eaves::testing {
 
-// ---- what goes in --------------------------------------------------------------------------------------------------
+// ---- inputs --------------------------------------------------------------------------------------------------------
 
 inline std::function<double(std::int64_t)> noise(std::uint64_t seed) {
   return [seed](std::int64_t i) { return random_normal(seed, static_cast<std::uint64_t>(i)); };
@@ -29,7 +29,7 @@ inline double random_class_weight(std::uint64_t seed, std::int64_t v) {
   return v % 7 == 4 ? 0.0 : 0.25 + 1.5 * random_uniform(seed, static_cast<std::uint64_t>(v));
 }
 
-/// Element i of soft targets, or any class, every fifth row ignored.
+/// Element i of soft targets, or of hard targets: any class, every fifth row ignored.
 inline double random_target(std::uint64_t seed, std::int64_t i, bool is_soft, std::int64_t classes,
                             std::int64_t ignore_index) {
   const auto number = static_cast<std::uint64_t>(i);
@@ -55,9 +55,9 @@ inline std::string description_of(const CrossEntropyOptions& options) {
   return text;
 }
 
-// ---- what comes out ------------------------------------------------------------------------------------------------
+// ---- outputs -------------------------------------------------------------------------------------------------------
 
-/// Where an operator or the oracle finds a tensor: &TestTensor::view or &TestTensor::host.
+/// The view of a tensor for an operator or for the oracle: &TestTensor::view or &TestTensor::host.
 using Where = TensorView (TestTensor::*)() const;
 
 /// The outputs of one forward.
@@ -81,7 +81,7 @@ struct CrossEntropyResults {
             {"divisor", &divisor}};
   }
 
-  /// Puts them into a forward's arguments, which have a member for each.
+  /// Puts the outputs into the arguments of a forward, which have a member for each.
   template <typename Views>
   void put_into(Views& views, Reduction reduction, Where where) const {
     views.loss = (loss.*where)();
@@ -97,7 +97,7 @@ struct CrossEntropyResults {
     if (reduction == Reduction::mean) views.divisor = (divisor.*where)();
   }
 
-  /// Bit by bit.
+  /// Are all outputs equal bit by bit?
   bool equal(const CrossEntropyResults& other) const {
     return loss.bytes() == other.loss.bytes() && lse.bytes() == other.lse.bytes() &&
            argmax.bytes() == other.argmax.bytes() && entropy.bytes() == other.entropy.bytes() &&
@@ -106,15 +106,15 @@ struct CrossEntropyResults {
            divisor.bytes() == other.divisor.bytes();
   }
 
-  /// Also what needs more of a row than its lse: argmax, entropy and sum_sq. A GPU has kernels of its own for calls
-  /// without.
+  /// The outputs that need more of a row than its lse: argmax, entropy and sum_sq. For calls without them a GPU has
+  /// separate kernels.
   bool has_all_of_row = true;
-  bool has_argmax = true;  ///< false: these without argmax
-  bool has_sum_sq = true;  ///< likewise
+  bool has_argmax = true;  ///< false: all of them except argmax
+  bool has_sum_sq = true;  ///< false: all of them except sum_sq
   bool has_mean_logit = false;
   bool has_split_lse;  ///< lse as two numbers
 
-  /// lse of row i, less an anchor: two numbers keep more digits of that than lse has.
+  /// lse - anchor of row i. With two numbers it has more digits than one number for lse.
   double lse_of(std::int64_t i, double anchor = 0.0) const {
     return has_split_lse ? (lse.get(2 * i) - anchor) + lse.get(2 * i + 1) : lse.get(i) - anchor;
   }
@@ -122,7 +122,7 @@ struct CrossEntropyResults {
   TestTensor loss, lse, argmax, entropy, sum_sq, mean_logit, z_loss, target_mass, divisor;
 };
 
-/// The worst errors of a forward, as shares of what testing/tolerance.h allows.
+/// The worst errors of a forward, as shares of the errors that testing/tolerance.h allows.
 struct CrossEntropyResultShares {
   double loss = 0.0;
   double lse = 0.0;
@@ -135,7 +135,7 @@ struct CrossEntropyResultShares {
   }
 };
 
-/// The worst shares of `check(test_case)`, on a GPU also without the outputs that have kernels of their own.
+/// The worst shares of `check(test_case)`; on a GPU also of a check without the outputs that need separate kernels.
 template <typename Case, typename Check>
 auto check_with_and_without_all_of_row(const Case& test_case, Check check) {
   auto shares = check(test_case);
@@ -147,20 +147,20 @@ auto check_with_and_without_all_of_row(const Case& test_case, Check check) {
   return shares;
 }
 
-/// Compares results with the oracle, all but argmax. Each function is true within the contract, and has failed
-/// otherwise.
+/// Compares all results except argmax with the oracle. Each function returns true within the contract; otherwise it has
+/// reported a failure.
 class CrossEntropyResultComparison {
  public:
-  /// `has_exact_logits`: the logits are given, and not a product in `dtype`.
+  /// `has_exact_logits`: the logits are inputs, and not a product computed in `dtype`.
   CrossEntropyResultComparison(DType dtype, const CrossEntropyOptions& options, CrossEntropyResultShares& shares,
                                bool has_exact_logits = true)
       : dtype_(dtype), options_(options), shares_(shares), has_exact_logits_(has_exact_logits) {}
 
-  /// Of a row that is ignored lse and entropy are 0 unless it is read, and everything else is.
+  /// In an ignored row loss, z_loss and target_mass are 0; the other outputs are 0 too if the row is skipped.
   bool compare_row(const CrossEntropyResults& results, const reference::CrossEntropyRow& row, std::int64_t i,
                    bool is_skipped, const std::string& of_row) {
     const double lse_scale = logsumexp_scale(row.lse, row.max);
-    // Two numbers are as exact as the logarithm of the row's sum, wherever the row lies.
+    // Two numbers are as exact as the logarithm of the row's sum, however large its logits are.
     const bool is_exact = has_exact_logits_ && results.has_split_lse && !is_skipped;
     const double lse = results.lse_of(i, is_exact ? row.anchor : 0.0);
     const Expected expected_lse = is_exact ? Expected{row.lse_minus_anchor, logsumexp_scale(row.lse_minus_anchor, 0.0)}
@@ -197,7 +197,7 @@ class CrossEntropyResultComparison {
         !expect(results.divisor.get(0), {divisor, divisor}, "divisor" + how, unused)) {
       return false;
     }
-    // Nothing counts: whatever the sum is, the mean is 0.
+    // If no row counts, the mean is 0 for any sum.
     const auto reduced = [&](long double sum) { return divisor == 0.0 ? 0.0 : static_cast<double>(sum / divisor); };
     return expect(results.loss.get(0), {reduced(sums.loss), reduced(sums.loss_scale)}, "loss" + how, shares_.loss) &&
            expect(results.z_loss.get(0), {reduced(sums.z_loss), reduced(sums.z_loss_scale)}, "z_loss" + how, unused);
@@ -209,7 +209,7 @@ class CrossEntropyResultComparison {
     double scale;
   };
 
-  /// Within the contract `share` is raised to the error as a share of the bound.
+  /// Within the contract, raises `share` to the error divided by the bound.
   bool expect(double actual, const Expected& expected, const std::string& what, double& share) {
     const std::string text = difference(dtype_, actual, expected.value, expected.scale);
     if (!text.empty()) {

@@ -10,7 +10,7 @@
 
 namespace eaves::testing {
 
-/// The device of the test that runs: of its cases too, unless they name another.
+/// The device of the running test, and of its cases unless they name another.
 inline Device& device_of_test() {
   static Device device = kCpu;
   return device;

@@ -1,4 +1,4 @@
-// core/dispatch.h for every dtype: operators compute with floating-point types alone, tests also make integers.
+// core/dispatch.h for every dtype: operators compute with floating-point types only, but tests also make integers.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct boolean {
   std::uint8_t byte;
 };
 
-/// A floating-point element type: what has gradients.
+/// Is T a floating-point element type? Only these have gradients.
 template <typename T>
 inline constexpr bool kIsFloatingPoint =
     std::is_floating_point_v<T> || std::is_same_v<T, bfloat16> || std::is_same_v<T, float16>;

@@ -1,5 +1,5 @@
-// One matrix product in a test: its operands on any device, and the comparison with float64 loops. What computes it is
-// the test's to say.
+// One matrix product in a test: its operands on any device, and the comparison with float64 loops. The test says which
+// function computes the product.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -46,14 +46,14 @@ struct GemmCase {
   bool accumulates = false;
   std::int64_t padding = 0;       ///< of every stride
   std::int64_t misalignment = 0;  ///< of every matrix, in elements
-  std::int64_t padding_of_a = 0;  ///< beside `padding`
-  /// Of element [i, p] of a, and of [p, j] of b; absent: normal numbers.
+  std::int64_t padding_of_a = 0;  ///< in addition to `padding`
+  /// The numbers of element [i, p] of a, and of element [p, j] of b; absent: normal numbers.
   std::function<double(std::int64_t, std::int64_t)> a = {};
   std::function<double(std::int64_t, std::int64_t)> b = {};
 };
 
-/// What is read and written by one product. What is not to be read is there too: numbers between the rows of a and b,
-/// and in c, where nothing is accumulated, NaN.
+/// The tensors of one product. Elements that must not be read have numbers too: between the rows of a and b normal
+/// numbers, and in c NaN unless the product accumulates.
 class GemmRun {
  public:
   GemmRun(Device device, GemmDTypes dtypes, const GemmCase& test_case)
@@ -96,7 +96,7 @@ class GemmRun {
             .accumulates = case_.accumulates};
   }
 
-  /// Computes it by `multiply`, and brings everything back.
+  /// Computes the product by `multiply`, and downloads all tensors.
   template <typename Multiply>
   void run(const Multiply& multiply) {
     multiply(product());
@@ -106,7 +106,7 @@ class GemmRun {
 
   double c_at(std::int64_t i, std::int64_t j) const { return c.get(i * c_stride_ + j); }
 
-  /// Fails with the first element that is not what the formula says, or is none and was written.
+  /// Fails with the first element that differs from the formula, or the first gap that was written.
   void compare() const {
     EXPECT_EQ(c.canary_damage(), "");
     const std::vector<double> of_a = numbers(a, case_.m, case_.k, a_stride_, case_.is_a_transposed);
@@ -156,7 +156,7 @@ class GemmRun {
     });
   }
 
-  /// Row-major, without what is between the rows.
+  /// The numbers in row-major order, without the gaps between rows.
   static std::vector<double> numbers(const TestTensor& matrix, std::int64_t rows, std::int64_t columns,
                                      std::int64_t stride, bool is_transposed) {
     std::vector<double> values;

@@ -1,4 +1,4 @@
-// Device memory that gives itself back, for tests whose tensors are too large for a TestTensor's copies and canaries.
+// Device memory that frees itself, for tests with tensors that are too large for a TestTensor's copies and canaries.
 #pragma once
 
 #include <sys/mman.h>
@@ -38,8 +38,8 @@ class Memory {
   void* data_;
 };
 
-/// Memory of this size; on the CPU in pages of 2 MiB where they are to be had: handed out in pages of 4 KiB it takes
-/// longer than all that is computed in it.
+/// Memory for a large tensor. On the CPU it asks for pages of 2 MiB: to hand out pages of 4 KiB takes longer than all
+/// computations in the memory.
 class LargeMemory : public Memory {
  public:
   LargeMemory(Device device, std::int64_t bytes) : Memory(device, bytes) {

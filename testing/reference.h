@@ -1,4 +1,4 @@
-// What oracles of all operators need: a tensor in CPU memory, element by element, in float64.
+// The code that the oracles of all operators share: a tensor in CPU memory, element by element, in float64.
 #pragma once
 
 #include <type_traits>
@@ -9,7 +9,7 @@
 
 namespace eaves::reference {
 
-/// Of int64, exact up to 2^53.
+/// The number as a float64; an int64 is exact up to 2^53.
 template <typename T>
 double exact(T value) {
   if constexpr (std::is_same_v<T, boolean>) {
@@ -37,7 +37,7 @@ inline bool next_index(Dims& index, const Dims& shape) {
   return false;
 }
 
-/// The elements along `axis` of a tensor in CPU memory, at place `row` (row-major) of its other axes.
+/// The elements along `axis` of a tensor in CPU memory; `row` is the index over the other axes in row-major order.
 inline std::vector<double> elements_along(const TensorView& view, int axis, std::int64_t row) {
   std::int64_t first = 0;
   for (int other = view.shape.size() - 1; other >= 0; --other) {
@@ -55,7 +55,7 @@ inline std::vector<double> elements_along(const TensorView& view, int axis, std:
   return values;
 }
 
-/// The element at place `row` (row-major).
+/// The element with the index `row` in row-major order.
 inline double element(const TensorView& view, std::int64_t row) {
   Dims index = view.shape;
   for (int axis = view.shape.size() - 1; axis >= 0; --axis) {

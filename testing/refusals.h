@@ -1,4 +1,4 @@
-// What a call says when it is refused, and outputs that tell whether it wrote before that.
+// Tests of refused calls: their messages, and outputs that show whether a refused call has written.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@
 
 namespace eaves::testing {
 
-/// What a call says when it is refused; empty where it is not.
+/// The message of a refused call; empty if the call is not refused.
 template <typename Error = InvalidArgument, typename Call>
 std::string refusal_of(const Call& call) {
   try {
@@ -31,14 +31,14 @@ void expect_message(const Call& call, const std::string& message) {
   EXPECT_EQ(refusal_of<Error>(call), message) << "empty: it was not refused";
 }
 
-/// For a message whose end depends on the machine.
+/// For a message that ends differently on each machine.
 template <typename Error = InvalidArgument, typename Call>
 void expect_message_begins(const Call& call, const std::string& start) {
   const std::string message = refusal_of<Error>(call);
   EXPECT_EQ(message.substr(0, start.size()), start) << message;
 }
 
-/// CPU memory of an output, which has to be as it was when a call was refused.
+/// CPU memory of an output, which a refused call must not change.
 struct UnwrittenOutput {
   static constexpr float kBefore = -5.0f;
 
@@ -56,7 +56,7 @@ struct UnwrittenOutput {
   std::vector<float> memory;
 };
 
-/// How one tensor of a call is spoilt.
+/// A change that makes one tensor of a call illegal.
 using ChangeView = std::function<void(TensorView&)>;
 
 // clang-format off
@@ -69,7 +69,7 @@ inline ChangeView on_device(Device device) { return [=](TensorView& view) { view
 inline ChangeView at_address(void* data) { return [=](TensorView& view) { view.data = data; }; }
 // clang-format on
 
-/// A row of a table: what spoils legal arguments, and the sentence behind the operator's name.
+/// A row of a table: a change that makes legal arguments illegal, and the message behind the operator's name.
 template <typename Args>
 struct Refusal {
   Refusal(std::function<void(Args&)> change, std::string what) : spoil(std::move(change)), sentence(std::move(what)) {}
@@ -82,7 +82,8 @@ struct Refusal {
   std::string sentence;
 };
 
-/// An entry point and the query of its workspace, which refuse the same arguments in the same words and write nothing.
+/// An entry point and the query of its workspace: both refuse the same arguments with the same message, and write
+/// nothing.
 template <typename Args>
 struct EntryPoint {
   std::string name;
@@ -116,7 +117,7 @@ struct EntryPoint {
   }
 };
 
-/// A tensor whose elements share memory, of which a written one is refused.
+/// The message for an output with elements that share memory.
 inline std::string sharing(const std::string& what) {
   return what + ", so that elements share memory; expected an address for each, because it is written";
 }

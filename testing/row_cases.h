@@ -1,4 +1,4 @@
-// Rows that tests of reductions run over: across the memory, with strides of every kind, and of infinities and NaN.
+// The rows for tests of reductions: across the memory, with strides of every kind, and with infinities and NaN.
 #pragma once
 
 #include <limits>

@@ -33,7 +33,7 @@ TestTensor::TestTensor(Device device, DType dtype, const Dims& shape, const Plac
     (reach < 0 ? low : high) += reach;
   }
   const auto element = static_cast<std::int64_t>(size_of(dtype));
-  // What lies before element [0, ..., 0] is rounded up, so that `misalignment` speaks of that element.
+  // The memory before element [0, ..., 0] is rounded up, so that `misalignment` is the misalignment of this element.
   const std::int64_t before = (-low * element + 255) / 256 * 256;
   first_byte_ = kCanaryBytes + before + placement.misalignment * element;
   byte_count_ = static_cast<std::size_t>(first_byte_ + (high + 1) * element + kCanaryBytes);
@@ -119,7 +119,7 @@ std::string TestTensor::canary_damage() const {
     std::fill(begin, begin + static_cast<std::ptrdiff_t>(elements) * static_cast<std::ptrdiff_t>(size_of(dtype_)),
               true);
   };
-  // In one go where there are no gaps: the largest tensors have none.
+  // All at once if there are no gaps, because the largest tensors have none.
   if (strides_ == TensorView::contiguous(static_cast<void*>(nullptr), dtype_, shape_).strides) {
     mark(first_byte_, count);
   } else {

@@ -1,5 +1,5 @@
-// Tensors for tests: on any device, at any alignment, with any strides, between canaries. What a test reads and fills
-// is a copy in CPU memory; upload() and download() move it.
+// Tensors for tests: on any device, at any alignment, with any strides, between canaries. A test reads and fills a copy
+// in CPU memory; upload() and download() move it.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace eaves::testing {
 
-/// Where the elements of a test tensor lie.
+/// The places of a test tensor's elements in memory.
 struct Placement {
   Dims strides = {};              ///< in elements; ignored unless has_strides
   bool has_strides = false;       ///< otherwise contiguous
@@ -21,7 +21,7 @@ struct Placement {
 Placement contiguous_at(std::int64_t misalignment);
 Placement with_strides(const Dims& strides, std::int64_t misalignment = 0);
 
-/// Of an lse as two numbers.
+/// The shape of an lse with two numbers.
 inline Dims with_axis_of_2(Dims rows) {
   rows.push_back(2);
   return rows;
@@ -34,23 +34,24 @@ class TestTensor {
   TestTensor(const TestTensor&) = delete;
   TestTensor& operator=(const TestTensor&) = delete;
 
-  /// On the tensor's device: what operators get.
+  /// The tensor on its device, for operators.
   TensorView view() const;
-  /// The copy in CPU memory: what the oracle gets.
+  /// The copy in CPU memory, for the oracle.
   TensorView host() const;
 
-  /// Sets every element of the copy; `value` gets its number in row-major order. Rounded to the dtype.
+  /// Sets every element of the copy to `value` of its index in row-major order, rounded to the dtype.
   void fill(const std::function<double(std::int64_t)>& value);
   void set(std::int64_t element, double value);
   double get(std::int64_t element) const;
 
-  /// Every byte of the copy of a tensor that lies in its memory as this one does.
+  /// Copies every byte of the other tensor's copy, which must have the same layout in memory.
   void copy_from(const TestTensor& other);
 
   void upload();
   void download();
 
-  /// Empty if no byte outside of the elements has changed, otherwise where the first change is. After download().
+  /// Empty if no byte outside of the elements has changed, otherwise the place of the first change. Call download()
+  /// first.
   std::string canary_damage() const;
 
   /// The bytes of the copy, canaries and gaps included: for comparing two runs.

@@ -1,5 +1,5 @@
-// cross_entropy: what its calls do with a problem that has been checked (cross_entropy_problem.h): nothing where there
-// is nothing to do, or their work on the device where the tensors are.
+// The calls of cross_entropy. Each makes a checked problem of its arguments (cross_entropy_problem.h), and runs it on
+// the device of the tensors, unless there is nothing to write.
 #include "eaves/cross_entropy.h"
 
 #include <type_traits>
@@ -17,8 +17,7 @@ using namespace cross_entropy_calls;
 const CrossEntropyInputs& inputs_of(const CrossEntropyInPlaceProblem& problem) { return problem.forward.inputs; }
 const CrossEntropyInputs& inputs_of(const auto& problem) { return problem.inputs; }
 
-/// Without rows a reduced loss still has a value, 0: only a call without any output element is nothing to do, and every
-/// backend writes the others.
+/// Does no output have an element? A reduced loss has one even without rows: the backends write 0.
 template <typename Problem>
 bool has_nothing_to_do(const Problem& problem) {
   if constexpr (std::is_same_v<Problem, CrossEntropyRescaleProblem>) {
@@ -42,7 +41,7 @@ Device device_of(const Problem& problem) {
   }
 }
 
-/// On the CPU, whose memory the host can read.
+/// For tensors on the CPU, because the host can read them.
 template <typename Problem>
 void check_normalizer(const char* op, const Problem& problem) {
   if constexpr (requires { problem.forward; }) {

@@ -1,5 +1,5 @@
 // The accuracy contract, measured: for every dtype and kind of input the worst error against the float64 oracle, as a
-// share of the bound in testing/tolerance.h. The test prints the table that docs/numerics.md shows, and fails where a
+// share of the bound in testing/tolerance.h. The test prints the table that docs/numerics.md shows, and fails if a
 // share exceeds 1.
 #include <algorithm>
 #include <cstdio>

@@ -1,5 +1,5 @@
-// What a backend of cross_entropy gets: a problem that has been checked, has rows, and speaks of rows and columns
-// instead of axes.
+// The interface between the calls of cross_entropy and its backends: checked problems, in rows and columns instead of
+// axes.
 #pragma once
 
 #include <cstddef>
@@ -13,26 +13,26 @@
 
 namespace eaves {
 
-/// Numbers of the tensors in a problem's view. The first three have rows and columns, the others one element per row.
+/// Indices of the tensors in a problem's view. The first three have rows and columns, the others one element per row.
 namespace cross_entropy_tensors {
 inline constexpr int kLogits = 0;
-inline constexpr int kGradLogits = 1;   ///< in the forward the logits again
-inline constexpr int kSoftTargets = 2;  ///< with hard targets the logits again
-inline constexpr int kTargets = 3;      ///< hard ones
-inline constexpr int kPerRow = 4;       ///< every per-row output, and what the backward takes of them: contiguous
-inline constexpr int kGradLoss = 5;     ///< strides of 0 where the loss is reduced
+inline constexpr int kGradLogits = 1;   ///< in the forward: the logits again
+inline constexpr int kSoftTargets = 2;  ///< with hard targets: the logits again
+inline constexpr int kTargets = 3;      ///< hard targets
+inline constexpr int kPerRow = 4;       ///< contiguous: the per-row outputs, and the per-row inputs of the backward
+inline constexpr int kGradLoss = 5;     ///< strides are 0 if the loss is reduced
 }  // namespace cross_entropy_tensors
 
 using CrossEntropyView = RowView<3, 6>;
 
-/// What of its options a call has to do more for than a plain softmax.
+/// The work of a call beyond a plain softmax.
 struct LossPlan {
   bool has_transform = false;  ///< z' is not z
-  bool has_logit_sum = false;  ///< sum of u_v * z'_v is wanted: soft targets, smoothing or mean_logit
-  bool has_factors = false;    ///< and u is not 1: soft targets, or smoothing over weighted classes
-  bool has_moment = false;     ///< the entropy, or its gradient
-  bool has_square = false;     ///< the sum of p^2
-  bool has_best = false;       ///< the class of the largest logit
+  bool has_logit_sum = false;  ///< sum_v u_v z'_v is needed: soft targets, smoothing or mean_logit
+  bool has_factors = false;    ///< u_v is not 1: soft targets, or smoothing over weighted classes
+  bool has_moment = false;     ///< the entropy or its gradient is needed
+  bool has_square = false;     ///< sum_v p_v^2 is needed
+  bool has_best = false;       ///< the class of the largest logit is needed
 
   bool needs_only_softmax() const {
     return !has_transform && !has_logit_sum && !has_moment && !has_square && !has_best;
@@ -44,17 +44,17 @@ struct CrossEntropyInputs {
   Device device;
   DType logits_dtype;
   const void* logits;
-  TypedNumbers targets;      ///< int32, int64, or of soft targets logits_dtype or float32
-  TypedNumbers weight;       ///< logits_dtype or float32; nullptr where there is none
-  const void* row_weight;    ///< per row, float32 or float64 as the outputs; nullptr where there is none
-  std::int64_t first_class;  ///< of the logits' columns; 0 but for shards
-  std::int64_t classes;      ///< V, of all shards
+  TypedNumbers targets;      ///< int32 or int64; soft targets: logits_dtype or float32
+  TypedNumbers weight;       ///< logits_dtype or float32; nullptr: no class weights
+  const void* row_weight;    ///< per row, in the dtype of the outputs (float32 or float64); nullptr: no row weights
+  std::int64_t first_class;  ///< the class of column 0; 0 without shards
+  std::int64_t classes;      ///< V, over all shards
   CrossEntropyOptions options;
   LossPlan plan;
-  Dims row_shape;  ///< of hard targets: what an error counts them by
+  Dims row_shape;  ///< the shape of hard targets: an error names a target by its index in it
 
   bool has_soft_targets() const { return is_floating_point(targets.dtype); }
-  /// Hard ones; there are rows.
+  /// Requires hard targets and at least one row.
   RowTargets row_targets() const {
     return {view, cross_entropy_tensors::kTargets, cross_entropy_tensors::kPerRow, targets};
   }
@@ -63,7 +63,7 @@ struct CrossEntropyInputs {
 struct CrossEntropyForwardProblem {
   CrossEntropyInputs inputs;
   bool skips_ignored;
-  const void* normalizer;  ///< nullptr: the weights of the rows
+  const void* normalizer;  ///< nullptr: the mean divides by the weights of the rows
   LossOutputs outputs;
 };
 
@@ -75,14 +75,14 @@ struct CrossEntropyBackwardProblem {
   KeptLse lse;
   const void* entropy;
   const void* target_mass;
-  const void* divisor;  ///< nullptr but for the mean
-  DType grad_dtype;     ///< that of the logits; or 16 bits over float32 logits, see CrossEntropyInPlaceProblem
-  void* grad_logits;    ///< may be inputs.logits
+  const void* divisor;  ///< nullptr unless the reduction is the mean
+  DType grad_dtype;     ///< the logits' dtype, or 16 bits over float32 logits (CrossEntropyInPlaceProblem)
+  void* grad_logits;    ///< may equal inputs.logits
 };
 
-/// Forward and backward in place: inputs.logits is overwritten. Where grad_dtype is narrower than logits of float32,
-/// the rows are contiguous and start on 16 bytes, and the gradient of each takes the first half of its row; the view's
-/// kGradLogits then counts elements of grad_dtype.
+/// Forward and backward in place: the gradient overwrites inputs.logits. If grad_dtype has 16 bits and the logits are
+/// float32, the rows are contiguous and start on 16 bytes, the gradient takes the first half of each row, and the
+/// view's kGradLogits counts elements of grad_dtype.
 struct CrossEntropyInPlaceProblem {
   CrossEntropyForwardProblem forward;
   DType grad_dtype;
@@ -105,7 +105,7 @@ struct CrossEntropyShardProblem {
 };
 
 struct CrossEntropyMergeProblem {
-  CrossEntropyInputs inputs;  ///< no logits, no weight; the view has rows alone
+  CrossEntropyInputs inputs;  ///< without logits and class weights; the view has rows only
   bool has_weight;
   bool skips_ignored;
   std::int64_t shards;
@@ -116,7 +116,7 @@ struct CrossEntropyMergeProblem {
 };
 
 namespace cpu {
-/// All rely on targets that are in range.
+/// All require hard targets in range: the calls have checked them.
 void cross_entropy(const CrossEntropyForwardProblem& problem, const ExecutionContext& context);
 void cross_entropy(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context);
 void cross_entropy(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context);
@@ -126,7 +126,7 @@ void cross_entropy(const CrossEntropyMergeProblem& problem, const ExecutionConte
 }  // namespace cpu
 
 namespace cuda {
-/// `context.workspace` holds cross_entropy_workspace_bytes().
+/// `context.workspace` has at least cross_entropy_workspace_bytes().
 void cross_entropy(const CrossEntropyForwardProblem& problem, const ExecutionContext& context);
 void cross_entropy(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context);
 void cross_entropy(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context);

@@ -1,5 +1,5 @@
-// The backward of cross_entropy on a GPU, by cuda/row_map.cuh: a row's numbers once, then one exponential for each
-// element.
+// The backward of cross_entropy on a GPU, by cuda/row_map.cuh: the coefficients once for each row, then one exponential
+// for each element.
 #include <algorithm>
 
 #include "core/dispatch.h"
@@ -15,11 +15,11 @@ constexpr const char* kOp = "cross_entropy_backward";
 constexpr const char* kRescale = "cross_entropy_rescale";
 
 constexpr int kNarrowThreads = 256;
-constexpr int kNarrowVectors = 4;  // that a thread loads before it stores the first
+constexpr int kNarrowVectors = 4;  // a thread loads them before it stores the first
 
 constexpr int kRescaleThreads = 256;
-constexpr std::int64_t kRescaleBlocks = 8;              // of each multiprocessor
-constexpr std::int64_t kRescalePieceColumns = 1 << 16;  // of a row: a few long rows still have work for all blocks
+constexpr std::int64_t kRescaleBlocks = 8;              // for each multiprocessor
+constexpr std::int64_t kRescalePieceColumns = 1 << 16;  // rows are cut: a few long ones have work for all blocks
 
 template <typename T>
 void backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context) {
@@ -59,13 +59,13 @@ __device__ void narrow_row(const Span<float>& span, DType dtype, const Function&
       }
     }
   }
-  __syncthreads();  // a row without vectors: all edges have been loaded
+  __syncthreads();  // for a row without vectors: all edges are loaded before one is stored
   if (has_edge) store_gradient_edge<true>(span, dtype, thread, function(edge, span.edge_index(thread)));
 }
 
-/// A gradient of 16 bits over float32 logits, each row's in the first half of its place, so that what is written lies
-/// over logits of smaller columns: a block takes a row in the order of its columns, and writes a batch when all of it
-/// has been loaded.
+/// Writes a gradient of 16 bits over float32 logits, into the first half of each row. A store overwrites logits of
+/// smaller columns, so a block takes a row in the order of its columns, and stores a batch after all threads have
+/// loaded theirs.
 template <typename Operation>
 __global__ void __launch_bounds__(kNarrowThreads)
     narrow_rows(const __grid_constant__ Operation operation, DType dtype) {
@@ -81,7 +81,8 @@ __global__ void __launch_bounds__(kNarrowThreads)
 }
 
 void narrow_backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context) {
-  using View = CrossEntropyView;  // serves every call, and twice the kernels would be for a few nanoseconds of a row
+  // The general view fits every call. A ShortRowView would double the kernels for a few nanoseconds per row.
+  using View = CrossEntropyView;
   const auto run = [&]<typename Function>() {
     using Operation = CrossEntropyGradient<float, View, Function>;
     const Operation operation{static_cast<const float*>(problem.inputs.logits),
@@ -95,8 +96,9 @@ void narrow_backward(const CrossEntropyBackwardProblem& problem, const Execution
                                           : run.template operator()<FullGradient<float, View>>();
 }
 
-/// Multiplies rows by their factors, unless it is 1. A 0 stays 0, whatever the factor is: rows that do not count hold
-/// zeros. A few blocks take all rows, so that finding out that there is nothing to do costs next to nothing.
+/// Multiplies each row by its factor, unless the factor is 1. A 0 stays 0 even if the factor is infinite or NaN,
+/// because rows that do not count hold zeros. A few blocks take all rows, so that a call with all factors 1 costs next
+/// to nothing.
 template <typename T, typename View>
 __global__ void __launch_bounds__(kRescaleThreads)
     rescale_rows(View view, T* gradient, TypedNumbers factors, std::int64_t pieces, std::int64_t piece_columns) {

@@ -1,6 +1,5 @@
-// What `eaves bench cross_entropy` measures: the published tables (vocabulary by vocabulary), then what they leave out:
-// every option at once, the options one by one, and the layouts. Axes, buffers and bytes only; the harness does the
-// timing.
+// The tables of `eaves bench cross_entropy`: the published ones (vocabulary by vocabulary), then every option at once,
+// the options one by one, and the layouts. This file has axes, buffers and bytes only; the harness does the timing.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -22,7 +21,7 @@ namespace {
 
 const std::string kForward = "fwd", kBackward = "bwd", kInPlace = "fwd+bwd";
 
-/// One call of a training step. What is not named is as in the published tables: a mean over targets that all count.
+/// One call of a training step. The defaults are the call of the published tables: a mean over targets that all count.
 struct Case {
   Dims shape = {};
   int class_axis = -1;
@@ -31,7 +30,7 @@ struct Case {
   bool has_weight = false;
   bool has_soft_targets = false;
   bool half_is_ignored = false;
-  /// Outputs. The entropy has a gradient too: a policy's entropy is a part of its loss.
+  /// Outputs. The entropy also has a gradient, because the entropy of a policy is a part of its loss.
   bool has_argmax = false;
   bool has_entropy = false;
 
@@ -45,7 +44,7 @@ struct Case {
 
 // ----------------------------------------------------------------------------------------------------- the inputs
 
-// Distributions along the last axis. A few that differ are enough: a kernel does not know that they come again.
+// Distributions along the last axis. A few different ones are enough: repeating them does not change a kernel's time.
 TensorView soft_targets(Arena& arena, const Case& item, DType dtype) {
   constexpr std::int64_t kDifferent = 4;
   std::mt19937_64 random(3);
@@ -60,7 +59,7 @@ TensorView soft_targets(Arena& arena, const Case& item, DType dtype) {
   return arena.filled(dtype, item.shape, targets);
 }
 
-// Between 0.5 and 1.5: as class weights are, and far from 0, which a mean would divide by.
+// Between 0.5 and 1.5: usual class weights, and far from 0, because the mean divides by their sum.
 TensorView class_weights(Arena& arena, const Case& item, DType dtype) {
   std::mt19937_64 random(4);
   std::uniform_real_distribution<double> uniform(0.5, 1.5);
@@ -107,7 +106,7 @@ Call forward_call(Arena& arena, const Case& item, DType dtype) {
 
 Call backward_call(Arena& arena, const Case& item, DType dtype) {
   const DType result_dtype = accumulator_dtype(dtype);
-  Arena not_counted(arena.device());  // what the forward writes and the backward does not take
+  Arena not_counted(arena.device());  // the forward's outputs that the backward does not read
   CrossEntropyForwardArgs forward = forward_args(arena, item, dtype);
   forward.skips_ignored = false;
   forward.loss = not_counted.output(result_dtype, item.loss_shape());
@@ -132,8 +131,8 @@ Call backward_call(Arena& arena, const Case& item, DType dtype) {
   return make_call(args, cross_entropy_backward, cross_entropy_backward_workspace_bytes);
 }
 
-// Both at once. Afterwards the logits are a gradient, nearly all of it the same small number: the next call gets logits
-// again.
+// Forward and backward in place. The call leaves a gradient in place of the logits, nearly all of it the same small
+// number, so the logits are restored for the next call.
 Call in_place_call(Arena& arena, const Case& item, DType dtype) {
   CrossEntropyForwardBackwardArgs args{.forward = forward_args(arena, item, dtype)};
   add_outputs(args.forward, arena, item);
@@ -153,7 +152,7 @@ Call in_place_call(Arena& arena, const Case& item, DType dtype) {
 
 // -------------------------------------------------------------------------------------------------------- the rows
 
-// The options under the names of the Python function's and the program's arguments, the values as JSON.
+// The options by their names in the Python function and in the program, with values as JSON.
 Options option_keys(const Case& item, const std::string& mode) {
   static constexpr const char* kReductions[] = {"\"none\"", "\"sum\"", "\"mean\""};
   Options keys = {{"reduction", kReductions[static_cast<int>(item.options.reduction)]}};
@@ -173,9 +172,9 @@ Options option_keys(const Case& item, const std::string& mode) {
   return keys;
 }
 
-// What any implementation has to move in this mode: each input read once, each output written once. Of a row that is
-// ignored no logits have to be read, since its loss and its gradient are 0 whatever they are, but that gradient has to
-// be written.
+// The bytes that any implementation has to move in this mode: each input is read once, each output is written once. The
+// logits of an ignored row need not be read, because its loss and its gradient are 0, but this gradient has to be
+// written.
 void add_bytes(Row& row, const Case& item, DType dtype) {
   const auto where = [](bool is_moved, std::int64_t bytes) { return is_moved ? bytes : 0; };
   const bool is_backward = row.mode == kBackward;
@@ -183,7 +182,7 @@ void add_bytes(Row& row, const Case& item, DType dtype) {
   const std::int64_t logits_bytes = elements_of(item.shape) * element_bytes;
   const std::int64_t loss_bytes = elements_of(item.loss_shape()) * result_bytes;
   const std::int64_t row_bytes = item.rows() * result_bytes, index_bytes = item.rows() * bytes_of(DType::int64);
-  // lse, target_mass, divisor: from the forward to the backward; both at once need not pass them on.
+  // The forward passes lse, target_mass and divisor on to the backward; a call in place does not.
   const std::int64_t passed_on = row_bytes + where(item.needs_target_mass(), row_bytes) +
                                  where(item.options.reduction == Reduction::mean, result_bytes);
   row.read_bytes = (item.half_is_ignored ? logits_bytes / 2 : logits_bytes) +
@@ -211,7 +210,7 @@ Row make_row(const Case& item, DType dtype, const std::string& mode) {
 const std::vector<std::string> kPublishedModes = {kForward, kBackward};
 const std::vector<std::string> kEveryMode = {kForward, kBackward, kInPlace};
 
-// The tables of each mode over the same cases.
+// A table for each mode, over the same cases.
 void add_tables(std::vector<Table>& tables, const std::vector<std::string>& modes, DType dtype,
                 std::vector<Case> cases) {
   for (const std::string& mode : modes) {
@@ -232,32 +231,32 @@ Case every_option(std::int64_t batch, std::int64_t v) {
   return item;
 }
 
-// What each of them costs beside the plain loss, which comes first.
+// The plain loss first, then each option alone: its cost is the difference.
 std::vector<Case> options_one_by_one(std::int64_t batch) {
   const Case loss = plain(batch, 32768);
   return {loss,
           with(loss, [](Case& c) { c.options.label_smoothing = 0.1; }),
           with(loss, [](Case& c) { c.options.softcap = 30.0; }),
-          with(loss, [](Case& c) { c.has_weight = true, c.options.label_smoothing = 0.1; }),  // else the target's alone
+          with(loss, [](Case& c) { c.has_weight = true, c.options.label_smoothing = 0.1; }),  // else one weight a row
           with(loss, [](Case& c) { c.has_entropy = true; }),
           with(loss, [](Case& c) { c.has_argmax = true; }),
           with(loss, [](Case& c) { c.has_soft_targets = true; })};
 }
 
-// Ways through memory that the published tables, with their aligned rows that all count in a mean, do not show.
+// Layouts and reductions that the published tables lack: their rows are aligned and all count in a mean.
 std::vector<Case> layouts(bool is_cpu, std::int64_t batch) {
   const Case loss = plain(batch, 32768);
   const std::int64_t d1 = batch / 4;
   return {plain(batch, 129920),  // a vocabulary that is no power of two
-          plain(batch, 129919),  // without its last class: rows start anywhere, on 2 bytes
+          plain(batch, 129919),  // without its last class: rows start on 2 bytes only
           with(loss, [](Case& c) { c.half_is_ignored = true; }),
-          // The mean's divisor is known only when all targets are, before which no gradient can be written; these have
-          // none.
+          // The mean's divisor needs all targets, and no gradient can be written before it is known; these reductions
+          // have none.
           with(loss, [](Case& c) { c.options.reduction = Reduction::sum; }),
           with(loss, [](Case& c) { c.options.reduction = Reduction::none; }),
-          // Neighbours in memory belong to different rows, as in images.
+          // Neighbours in memory belong to different rows, as the pixels of images do.
           {.shape = {4, 32768, d1}, .class_axis = 1, .shape_keys = {{"batch", 4}, {"v", 32768}, {"d1", d1}}},
-          // Rows shorter than what one block reads at a time.
+          // Rows shorter than one batch of a block's loads.
           plain(std::int64_t{1} << (is_cpu ? 16 : 20), 64)};
 }
 

@@ -1,5 +1,5 @@
-// Calls of cross_entropy rather than values: two runs, workspaces, threads, streams, graphs. What is computed is
-// checked in cross_entropy_test.cpp.
+// The calls of cross_entropy: repeated runs, workspaces, threads, streams, graphs. cross_entropy_test.cpp checks the
+// values.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -21,7 +21,7 @@ EAVES_EACH_DEVICE(CrossEntropyCalls);
 
 double normal(std::int64_t i) { return 3.0 * random_normal(47, static_cast<std::uint64_t>(i)); }
 
-/// Shapes that take each way through a backend, with the options that take a second one.
+/// Shapes that reach every kernel of a backend, without options and with options that select another kernel.
 std::vector<CrossEntropyCase> cases_of_every_kind(Device device) {
   const std::pair<Dims, int> shapes[] = {
       {{50, 40}, 1},   {{50, 3000}, 1}, {{2, 400003}, 1}, {{70, 30001}, 1},
@@ -66,10 +66,11 @@ TEST_P(CrossEntropyCalls, TwoRunsAreBitwiseEqual) {
 }
 
 TEST_P(CrossEntropyCalls, CallsThatFollowEachOtherMayShareAWorkspace) {
-  // All cut their rows into pieces; none may overwrite what another has yet to merge.
+  // Every call cuts its rows into pieces, and must not overwrite states that another call has yet to merge.
   const CrossEntropyCase long_rows{.dtype = DType::bfloat16, .shape = {2, 400003}, .value = normal};
   const CrossEntropyCase long_columns{.dtype = DType::bfloat16, .shape = {20000, 72}, .class_axis = 0, .value = normal};
-  // In place, the divisors of these lie at the same address, and are still being counted when the first rows begin.
+  // In place, these two calls keep their divisors at the same address, and still compute them when their first rows
+  // begin.
   const CrossEntropyCase many_rows{
       .dtype = DType::bfloat16, .shape = {200000, 24}, .wants_all_of_row = false, .value = normal};
   CrossEntropyCase few_count = many_rows;
@@ -103,7 +104,7 @@ TEST_P(CrossEntropyCalls, AWorkspaceOfTheStatedSizeIsEnoughAndAsSmallAsTheHeader
 }
 
 TEST_P(CrossEntropyCalls, CallsFromSeveralThreadsDoNotDisturbEachOther) {
-  // The second shape is cut into pieces: every call has scratch memory of its own.
+  // The rows of the second shape are cut into pieces: every call has scratch memory of its own.
   for (const Dims& shape : {Dims{64, 3000}, Dims{2, 100003}}) {
     const CrossEntropyCase test_case{.dtype = DType::bfloat16, .shape = shape, .value = normal};
     expect_undisturbed_by_other_threads<CrossEntropyRun>(test_case, check::to_string(shape),
@@ -140,7 +141,7 @@ TEST_F(CrossEntropyOnGpu, ACudaGraphReplaysForwardBackwardAndBothInPlace) {
           cross_entropy_backward(captured.backward_args(), context);
         },
         3);
-    // Once: it overwrites what it reads.
+    // Replayed once, because the call overwrites its input.
     runtime::capture_and_replay(
         kCuda, stream.handle(), [&] { cross_entropy_forward_backward(captured.in_place_args(), context); }, 1);
     captured.download();

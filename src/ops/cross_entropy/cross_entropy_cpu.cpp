@@ -1,7 +1,7 @@
-// cross_entropy on the CPU. A plain row (classes as targets, no option that touches every logit) costs what logsumexp
-// costs: the loops of cpu/row_softmax.h, and its target besides. Any other row goes through L1 block by block, as
-// accumulators in the order of the classes: what an option needs is one more pass over the block
-// (cpu/weighted_softmax.h). What is known of a whole row is computed in float64, by cross_entropy_math.h.
+// cross_entropy on the CPU. A plain row (classes as targets, no option that touches every logit) costs as much as
+// logsumexp: it takes the loops of cpu/row_softmax.h and a load of its target. Any other row goes through L1 block by
+// block, as accumulators in the order of the classes; each option adds a pass over the block (cpu/weighted_softmax.h).
+// Numbers of a whole row are computed in float64, by cross_entropy_math.h.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/cross_entropy/cross_entropy_cpu.cpp"
 #include <hwy/foreach_target.h>  // first: compiles this file once per level of vector instructions
@@ -91,7 +91,7 @@ void in_place_of(const CrossEntropyInPlaceProblem& problem, const ExecutionConte
   };
 
   if (view.row_count == 0) return results.finish(divisor, forward.normalizer != nullptr);
-  const bool has_tiles = !with_options && Tiles<T>::fit(view);  // with options there are none to write
+  const bool has_tiles = !with_options && Tiles<T>::fit(view);  // with options gradients are not written by tiles
   const ColumnPieces pieces(view.column_count, view.row_count, 1);
   if (has_tiles || pieces.count > 1) {
     std::vector<RowLoss<double>> losses(static_cast<std::size_t>(view.row_count));
@@ -102,7 +102,7 @@ void in_place_of(const CrossEntropyInPlaceProblem& problem, const ExecutionConte
       return map(row, losses[static_cast<std::size_t>(row)], piece);
     });
   } else {
-    // A row is read from memory once: its gradient finds it in the caches.
+    // A row is read from memory once: its gradient finds the logits in the caches.
     for_each_row_piece(view, context, false, [&](const ColumnPiece& piece) {
       RowStatistics statistics;
       if (!rows.row(piece.group).is_ignored) {
@@ -131,7 +131,7 @@ void rescale_of(const CrossEntropyRescaleProblem& problem, const ExecutionContex
     if (view.layout == RowLayout::contiguous) {
       const auto factors = hn::Set(Tag<T>(), factor);
       transform(row + piece.begin, row + piece.begin, static_cast<std::size_t>(piece.end - piece.begin),
-                // A 0 stays 0, whatever the factor is: rows that do not count hold zeros.
+                // A 0 stays 0 even if the factor is infinite or NaN: rows that do not count hold zeros.
                 [&](VectorOf<T> v)
                     HWY_ATTR { return hn::IfThenElseZero(hn::Ne(v, hn::Zero(Tag<T>())), hn::Mul(v, factors)); });
     } else {
@@ -153,7 +153,7 @@ void shard_forward_of(const CrossEntropyShardProblem& problem, const ExecutionCo
   const Rows<T> rows(problem.inputs);
   reduce_rows(rows, false, context, [&](std::int64_t index, const RowStatistics& statistics) {
     const auto row = rows.row(index);
-    // The anchor becomes the largest element itself.
+    // Merging with an empty set that has the largest z' makes it the anchor.
     ClassStatistics<double> largest;
     largest.softmax.max = statistics.largest;
     store_statistics(merged(statistics, largest), rows.target_class(row), rows.terms(),

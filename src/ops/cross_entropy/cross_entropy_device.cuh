@@ -1,4 +1,4 @@
-// What the kernels of cross_entropy share on the device: where a row's target and the weights are.
+// Device code that the kernels of cross_entropy share: the loads of a row's target, of weights and of soft targets.
 #pragma once
 
 #include "core/dispatch.h"
@@ -12,7 +12,7 @@ namespace eaves::cuda {
 
 // ---- loads ---------------------------------------------------------------------------------------------------------
 
-/// Where column `column` lies in tensor `tensor` of a view, counted from the row.
+/// The offset of a column from the start of its row, in elements of the view's tensor number `tensor`.
 template <int kColumns, int kAll>
 __device__ std::int64_t column_offset(const ShortRowView<kColumns, kAll>& view, int tensor, std::int64_t column) {
   return column * view.column_strides[tensor];
@@ -22,7 +22,7 @@ __device__ std::int64_t column_offset(const RowView<kColumns, kAll>& view, int t
   return view.columns.offsets(column).of[tensor];
 }
 
-/// Elements i to i + Vector<T>::kSize of numbers of T or float32. kIsAligned: they start on 16 bytes.
+/// Loads elements [i, i + Vector<T>::kSize) of a tensor of T or float32. kIsAligned: element i starts on 16 bytes.
 template <typename T, bool kIsAligned = false>
 __device__ void load_run(const TypedNumbers& numbers, std::int64_t i, Accumulator<T> (&values)[Vector<T>::kSize]) {
   constexpr int kSize = Vector<T>::kSize;
@@ -51,7 +51,7 @@ __device__ void load_run(const TypedNumbers& numbers, std::int64_t i, Accumulato
 
 // ---- problems ------------------------------------------------------------------------------------------------------
 
-/// What every kernel knows of its problem.
+/// The inputs of a problem that every kernel takes.
 template <typename T, typename View>
 struct LossInputs {
   using A = Accumulator<T>;
@@ -73,12 +73,12 @@ struct LossInputs {
         row_weight(static_cast<const A*>(inputs.row_weight)),
         has_factors(inputs.plan.has_factors) {}
 
-  /// The class that a row names; 0 with soft targets.
+  /// The hard target of a row; 0 with soft targets.
   __device__ std::int64_t target_at(std::int64_t offset) const {
     return terms.is_soft ? 0 : integer_at(targets, offset);
   }
 
-  /// Of a class in range; -1 where it belongs to another shard.
+  /// The column of a class in range; -1 if another shard has the class.
   __device__ std::int64_t column_of_class(std::int64_t target) const {
     const std::int64_t column = target - terms.first_class;
     return column >= 0 && column < view.column_count ? column : -1;
@@ -89,8 +89,8 @@ struct LossInputs {
   }
 };
 
-/// u of ClassStatistics, where it is not 1, for elements [column, column + kSize) of a row. `soft_row` is where the
-/// row's soft targets begin.
+/// Loads u of ClassStatistics for columns [column, column + kSize) of a row; has_factors is true. `soft_row` is the
+/// offset of the row's soft targets.
 template <typename T, typename View>
 __device__ void load_factors(const LossInputs<T, View>& in, std::int64_t soft_row, std::int64_t column,
                              Accumulator<T> (&u)[Vector<T>::kSize]) {
@@ -110,7 +110,7 @@ __device__ void load_factors(const LossInputs<T, View>& in, std::int64_t soft_ro
   for (int i = 0; i < kSize; ++i) u[i] *= fma(rest, q[i], in.terms.smoothing_per_class);
 }
 
-/// The same of one element. `soft_offset` is where its soft target lies.
+/// u of one element. `soft_offset` is the offset of its soft target.
 template <typename T, typename View>
 __device__ Accumulator<T> factor_of(const LossInputs<T, View>& in, std::int64_t soft_offset, std::int64_t column) {
   using A = Accumulator<T>;

@@ -1,5 +1,5 @@
-// The edges that cross_entropy.h lists: infinities and NaN, ignored rows, nothing at all, ties, classes and rows
-// without weight, targets out of range.
+// The edges that cross_entropy.h lists: infinities and NaN, ignored rows, empty tensors, ties, classes and rows without
+// weight, targets out of range.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -30,12 +30,12 @@ EAVES_EACH_DEVICE(CrossEntropyEdges);
 
 double normal(std::int64_t i) { return 3.0 * random_normal(27, static_cast<std::uint64_t>(i)); }
 
-/// Row lengths that take each way through a backend.
+/// Row lengths that reach every kernel of a backend.
 const std::vector<std::int64_t> kLengths = {2, 8, 40, 1000, 9000};
 
 TEST_P(CrossEntropyEdges, InfinitiesAndNaNsFollowTheHeader) {
-  // One row of each kind, at the start, around a vector boundary and at the end. The target is each of the special
-  // ones, or the next class.
+  // One row of each kind, with its special logits at the start, around a vector boundary and at the end. The target is
+  // each special class, or the next class.
   const auto rows = static_cast<std::int64_t>(special_rows().size());
   for (const auto& [dtype, columns] : combine<DType, std::int64_t>(floating_point_dtypes(), kLengths)) {
     for (const auto& [at, axis] : combine<std::int64_t, int>({std::int64_t{0}, columns / 2 - 1, columns - 2}, {0, 1})) {
@@ -59,7 +59,7 @@ TEST_P(CrossEntropyEdges, InfinitiesAndNaNsFollowTheHeader) {
 }
 
 TEST_P(CrossEntropyEdges, MinusInfinityInAClassWithoutWeightCostsNothing) {
-  // A masked class has no mass in the target either, and 0 * log(0) is 0: in the loss as in the entropy.
+  // A masked class has no mass in the target either, and 0 * log(0) is 0 in the loss and in the entropy.
   for (const auto& [dtype, columns] : combine<DType, std::int64_t>(floating_point_dtypes(), kLengths)) {
     const auto is_masked = [=](std::int64_t i) { return i % columns % 2 == 1; };
     const auto masked = [=](std::int64_t i) { return is_masked(i) ? -kInfinity : normal(i); };
@@ -146,7 +146,7 @@ TEST_P(CrossEntropyEdges, IgnoredRowsHaveNoLossAndNoGradientWhateverTheyHold) {
 }
 
 TEST_P(CrossEntropyEdges, TheWeightOfTheIgnoredClassIsNeverRead) {
-  // So far away that a read would be the end of the process.
+  // ignore_index is so far from the classes that a read at this index would crash the process.
   for (const auto& [ignored, targets, columns, smoothing] : combine<std::int64_t, DType, std::int64_t, double>(
            {std::int64_t{2000000011}, std::int64_t{-2000000011}}, {DType::int32, DType::int64}, kLengths, {0.0, 0.1})) {
     check_cross_entropy({.dtype = DType::float32,
@@ -331,7 +331,7 @@ TEST_P(CrossEntropyEdges, AOneDimensionalTensorIsOneRow) {
 }
 
 TEST_P(CrossEntropyEdges, AsPGoesToOneTheGradientOfTheTargetStaysPrecise) {
-  // 1 - p from 1e-2 to 1e-8. Not in place: there the error of lse, which nobody gave, is most of 1 - p.
+  // 1 - p from 1e-2 to 1e-8. Not in place, because lse is no input there, and its error is most of 1 - p.
   for (const auto& [dtype, margin, columns] :
        combine<DType, double, std::int64_t>({DType::float32, DType::float64}, {5.0, 10.0, 15.0, 20.0}, kLengths)) {
     for (const double offset : {0.0, -margin}) {
@@ -344,7 +344,7 @@ TEST_P(CrossEntropyEdges, AsPGoesToOneTheGradientOfTheTargetStaysPrecise) {
       run.run();
       CrossEntropyComparison comparison(run);
       comparison.compare();
-      // By itself: 1 - p to the contract, relative to nothing else.
+      // The error relative to 1 - p itself, not to a larger scale.
       const double exact = 1.75 * std::expm1(run.logits.get(1) - run.results.lse.get(0));
       EXPECT_NEAR(run.grad_logits.get(1), exact, 2e-6 * std::abs(exact)) << "margin " << margin;
     }
@@ -352,7 +352,7 @@ TEST_P(CrossEntropyEdges, AsPGoesToOneTheGradientOfTheTargetStaysPrecise) {
 }
 
 TEST_P(CrossEntropyEdges, TwoNumbersOfAnLseKeepTheGradientOfLogitsFarFromZero) {
-  // At the last, exponents of 2 are around -2^20, where a GPU takes those with options in another way.
+  // With the last offset, exponents of 2 are around -2^20, from which on a GPU with options takes a slower code path.
   for (const auto& [offset, columns, dtype] :
        combine<double, std::int64_t, DType>({300.0, -1e4, 1e4, 1e5, -0x1p20 * std::numbers::ln2}, {3, 50, 1000, 40003},
                                             {DType::float32, DType::bfloat16, DType::float64})) {
@@ -389,12 +389,14 @@ TEST_P(CrossEntropyEdges, AClassThatIsAlmostCertainHasItsGradient) {
                                     {8.0, 12.0, 15.0, 18.0, 30.0, 60.0})) {
     const bool has_wide_sum = device().type == DeviceType::cpu || dtype == DType::float64;
     const double of_dtype = dtype == DType::bfloat16 ? 0x1p-8 : dtype == DType::float16 ? 0x1p-11 : 0.0;
-    const double smallest = dtype == DType::float16 ? 0x1p-25 : 0.0;  // half of it: less is 0
-    // The sum of the row, next to 1, is a float64 on the CPU. On a GPU it has an error of some steps of a float32.
+    // Half of the smallest number: a smaller gradient rounds to 0.
+    const double smallest = dtype == DType::float16 ? 0x1p-25 : 0.0;
+    // The sum of the row, close to 1, is a float64 on the CPU. On a GPU it has an error of some units in the last place
+    // of a float32.
     const double of_sum = has_wide_sum ? 0x1p-52 : has_options ? 0x1p-21 : 0x1p-22;
     const double capped = has_options ? 1e4 * std::tanh(logit / 1e4) : logit;
     const double exact = -1.0 / (1.0 + std::exp(capped) / 49.0);
-    const double of_cap = has_options ? capped * 0x1p-23 : 0.0;  // a logit that has been rounded
+    const double of_cap = has_options ? capped * 0x1p-23 : 0.0;  // the rounding of the capped logit
     const double allowed = std::abs(exact) * (2e-6 + of_dtype + of_cap) + of_sum + smallest;
     for (const double gradient : gradients_of_learnt(device(), dtype, logit, has_options)) {
       EXPECT_NEAR(gradient, exact, allowed) << name_of(dtype) << ", logit " << logit << ", options " << has_options;
@@ -404,7 +406,7 @@ TEST_P(CrossEntropyEdges, AClassThatIsAlmostCertainHasItsGradient) {
 }
 
 TEST_P(CrossEntropyEdges, LogitsAtTheEndOfTheirRangeHaveTheirGradient) {
-  // Two equal logits: beside the largest number of a type no single lse has room for log(2).
+  // Two equal logits: beside the largest number of a type, one number for lse loses log(2).
   for (const auto& [dtype, largest] : {std::pair(DType::float16, 65504.0), std::pair(DType::float32, 0x1.fffffep127),
                                        std::pair(DType::float64, std::numeric_limits<double>::max())}) {
     CrossEntropyCase test_case{.dtype = dtype, .shape = {1, 2}, .has_split_lse = true};
@@ -422,11 +424,11 @@ TEST_P(CrossEntropyEdges, LogitsAtTheEndOfTheirRangeHaveTheirGradient) {
 }
 
 TEST_P(CrossEntropyEdges, ALossNextToZeroIsNotRoundedToZero) {
-  // lse - z_t would be: float32 knows 16 to 1e-6. Through the largest logit nothing is lost, wherever it stands. On a
-  // GPU the sum of the row, next to 1, has float32 alone.
+  // lse - z_t would lose the loss: float32 has 16 to 1e-6. Relative to the largest logit nothing is lost, at any
+  // column. On a GPU the sum of the row, close to 1, is a float32.
   const bool is_cpu = device().type == DeviceType::cpu;
   for (const std::int64_t columns : kLengths) {
-    // with an option rows are read in another way
+    // an option selects another kernel
     for (const auto& [at, smoothing] :
          combine<std::int64_t, double>({std::int64_t{1}, columns / 2, columns - 1}, {0.0, 1e-6})) {
       CrossEntropyRun run({.dtype = DType::float32,
@@ -452,7 +454,7 @@ TEST_P(CrossEntropyEdges, TheArgmaxIsTheFirstOfEqualLogits) {
     }
   };
   for (const std::int64_t columns : {2, 8, 40, 1000, 9000, 70001}) {
-    const auto few = [=](std::int64_t i) { return static_cast<double>(i * 7919 % 5); };  // each value often
+    const auto few = [=](std::int64_t i) { return static_cast<double>(i * 7919 % 5); };  // many ties
     const auto equal = [](std::int64_t) { return -1.5; };
     const auto last_two = [=](std::int64_t i) { return i % columns >= columns - 2 ? 1.0 : -3.0; };
     check({3, columns}, 1, {}, few);
@@ -493,7 +495,7 @@ TEST_P(CrossEntropyEdges, TheEntropyIsThatOfAUniformRowAndOfACertainOne) {
 
 const std::int64_t kOutOfRange[] = {-1, 40, 41, -99, -101, std::numeric_limits<std::int32_t>::min()};
 
-/// Four rows, of which the third has a target that is no class of 40.
+/// Four rows; the target of the third one is not a class.
 CrossEntropyCase with_bad_target(Device device, std::int64_t bad, std::int64_t columns = 40) {
   return {.device = device,
           .dtype = DType::float32,
@@ -509,7 +511,7 @@ void expect_named(const std::string& message, const char* op, std::int64_t bad) 
             std::string(op) + ": targets[2] is " + std::to_string(bad) + ", expected 0 to 39, or ignore_index -100");
 }
 
-/// Every call names row and value of a bad target and writes nothing.
+/// Every call names the row and the value of a bad target, and writes nothing.
 void expect_bad_targets_are_refused(Device device, std::int64_t bad, DType targets) {
   SCOPED_TRACE("target " + std::to_string(bad));
   CrossEntropyCase test_case = with_bad_target(device, bad);
@@ -553,11 +555,11 @@ TEST(CrossEntropyTargetsOnCpu, OutOfRangeAreRefusedBeforeAnythingIsWritten) {
     expect_bad_targets_are_refused(kCpu, bad, DType::int64);
     expect_bad_targets_are_refused(kCpu, bad, DType::int32);
   }
-  // Not class 1, as its lower half is.
+  // The lower 32 bits of this target are class 1.
   expect_bad_targets_are_refused(kCpu, (std::int64_t{1} << 32) + 1, DType::int64);
 }
 
-/// Of targets with several axes, or none, in whichever order they lie in memory.
+/// Targets with several axes or none, in any order in memory.
 void expect_bad_targets_are_counted_by_their_axes(Device device) {
   const auto refusal = [&](const Dims& shape, int class_axis, const Placement& targets, const Placement& logits,
                            std::int64_t bad_row) {

@@ -1,5 +1,5 @@
-// Every sentence with which cross_entropy refuses a call, and that nothing is written when it does. Targets out of
-// range are in cross_entropy_edges_test.cpp.
+// Every message with which cross_entropy refuses a call; a refused call writes nothing. Targets out of range are in
+// cross_entropy_edges_test.cpp.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -38,7 +38,7 @@ const std::string kCountsAsMissing =
 const std::string kMeanLogit =
     "mean_logit is given with soft targets, or with weights and label_smoothing: there is none with those";
 
-/// Arguments of a legal call of each kind, for a test to spoil one of them: four rows of three classes.
+/// The arguments of a legal call of each kind, four rows of three classes. A test makes one of them illegal.
 class CrossEntropyErrors : public ::testing::Test {
  protected:
   TensorView logits_view() { return TensorView::contiguous(logits_.data(), DType::float32, {4, 3}); }
@@ -278,7 +278,7 @@ TEST_F(CrossEntropyErrors, ShapesOfInputs) {
 
 TEST_F(CrossEntropyErrors, RowsWithTargetsAndNoClasses) {
   const std::string sentence = "logits has shape [4, 0], expected at least one class";
-  targets_.assign(4, -100);  // nothing looks at them
+  targets_.assign(4, -100);  // ignored
   const auto spoil = [&](auto& args) { args.logits = in_logits({4, 0}), args.class_weight = {}; };
   forward_.refuses({{spoil, sentence}});
   in_place_.refuses({{[&](InPlace& a) { spoil(a.forward); }, sentence}});
@@ -445,7 +445,8 @@ TEST_F(CrossEntropyErrors, OutputsThatShareMemory) {
   });
   backward_.legal.grad_loss = grad_logits_.view({});
   backward_.refuses({{&Backward::grad_logits, ones({4, 3}), overlapping("grad_logits", "lse")}});
-  // The logits themselves, but not quite; in place, over soft targets and over a tensor per row.
+  // A gradient that overlaps the logits with other strides; in place, logits that overlap soft targets and a per-row
+  // tensor.
   backward_.legal.grad_loss = ones({});
   backward_.legal.grad_logits = logits_view();
   backward_.refuses({
@@ -467,7 +468,7 @@ TEST_F(CrossEntropyErrors, OutputsThatShareMemory) {
   merge_.refuses({{&Merge::lse, ones({4}), overlapping("lse", "statistics")}});
 }
 
-/// Legal calls with a narrower gradient, for a test to spoil: rows of three classes, four float32 apart.
+/// Legal calls with a narrower gradient: rows of three classes, four float32 apart. A test makes one argument illegal.
 class CrossEntropyNarrowErrors : public CrossEntropyErrors {
  protected:
   CrossEntropyNarrowErrors() {
@@ -489,7 +490,7 @@ class CrossEntropyNarrowErrors : public CrossEntropyErrors {
     in_place_.refuses({{[&](InPlace& a) { spoil(a.forward), a.grad_logits = grad_logits; }, message}});
   }
 
-  /// That the gradient does not lie in the first halves of the rows.
+  /// The message that the gradient does not lie in the first halves of the rows.
   static std::string misplaced(const std::string& strides, const std::string& logits_strides) {
     return "grad_logits has dtype bfloat16 and strides " + strides + " over logits with strides " + logits_strides +
            ", expected of a narrower gradient the data of logits, classes as the last axis with unit stride, rows that "
@@ -514,7 +515,7 @@ TEST_F(CrossEntropyNarrowErrors, Dtypes) {
       {[&](InPlace& a) { a.forward.logits = a.grad_logits; },
        "logits has dtype bfloat16, expected float32 (grad_logits is narrower)"},
   });
-  // There is no narrower gradient but over the logits, and none of float64.
+  // A narrower gradient has to overwrite the logits, and the logits must not be float64.
   backward_.refuses({
       {&Backward::grad_logits, grad_logits_.view({4, 3}, DType::bfloat16),
        "grad_logits has dtype bfloat16, expected float32 (that of logits)"},
@@ -524,19 +525,19 @@ TEST_F(CrossEntropyNarrowErrors, Dtypes) {
 }
 
 TEST_F(CrossEntropyNarrowErrors, Places) {
-  // Elsewhere, be it within the same row.
+  // The gradient starts elsewhere, even within the same row.
   in_place_.refuses({
       {&InPlace::grad_logits, grad_logits_.view({4, 3}, DType::bfloat16), misplaced("[3, 1]", "[4, 1]")},
       {&InPlace::grad_logits, narrow_view({8, 1}, 1), misplaced("[8, 1]", "[4, 1]")},
   });
-  // Rows that do not start on 16 bytes, all of them or all but the first.
+  // No row starts on 16 bytes, or only the first one does.
   expect_both_refused(wide_view({4, 1}, 1), narrow_view({8, 1}, 1), misplaced("[8, 1]", "[4, 1]"));
   expect_both_refused(wide_view({3, 1}), narrow_view({6, 1}), misplaced("[6, 1]", "[3, 1]"));
   expect_both_refused(wide_view({5, 1}), narrow_view({10, 1}), misplaced("[10, 1]", "[5, 1]"));
-  // Strides that are not twice as many.
+  // Strides are not twice as many elements.
   expect_both_refused(wide_view({4, 1}), narrow_view({4, 1}), misplaced("[4, 1]", "[4, 1]"));
   expect_both_refused(wide_view({4, 1}), narrow_view({8, 2}), misplaced("[8, 2]", "[4, 1]"));
-  // Classes that do not lie behind each other, or on another axis.
+  // The classes have no unit stride, or are another axis.
   expect_both_refused(wide_view({8, 2}), narrow_view({16, 2}), misplaced("[16, 2]", "[8, 2]"));
   expect_both_refused(wide_view({4, 1}), narrow_view({8, 1}), misplaced("[8, 1]", "[4, 1]"), 0);
   expect_both_refused(wide_view({4, 1}), narrow_view({8, 1}), misplaced("[8, 1]", "[4, 1]"), -2);
@@ -632,7 +633,7 @@ TEST_F(CrossEntropyErrors, StridesOfAnEmptyTensorMayBeAnything) {
 }
 
 TEST_F(CrossEntropyErrors, MemoryThatInterleavesWithoutSharingIsLegal) {
-  // The logits and their gradient are the two halves of each row of one buffer.
+  // Each row of one buffer holds a row of logits, then a row of their gradient.
   std::vector<float> buffer(4 * 7, 1.0f);
   const auto half = [&](int start) {
     return TensorView::strided(static_cast<void*>(buffer.data() + start), DType::float32, {4, 3}, {7, 1});

@@ -1,5 +1,5 @@
-// The forward of cross_entropy on a GPU: one pass over the logits, and a small kernel that adds up the rows where the
-// loss is reduced. The pass is that of logsumexp, or the one of cross_entropy_full.cuh.
+// The forward of cross_entropy on a GPU: one pass over the logits, and a small kernel that adds up the rows if the loss
+// is reduced. The pass is PlainLoss, the pass of logsumexp, or FullLoss of cross_entropy_full.cuh.
 #include "core/dispatch.h"
 #include "cuda/device.h"
 #include "ops/cross_entropy/cross_entropy_backend.h"

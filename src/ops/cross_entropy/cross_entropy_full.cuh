@@ -1,5 +1,5 @@
-// The reduction of rows with every option of cross_entropy, for cuda/row_reduce.cuh: one pass, as without options, with
-// more arithmetic for each element.
+// FullLoss, the reduction of rows with every option of cross_entropy, for cuda/row_reduce.cuh. It makes one pass over
+// the logits, as PlainLoss does, with more arithmetic for each element.
 #pragma once
 
 #include "cuda/row_reduce.cuh"
@@ -8,8 +8,8 @@
 
 namespace eaves::cuda {
 
-/// kHasSquare: the sum of p^2 is wanted. Loops with and without it in one kernel would be so many that nvcc 13.0 no
-/// longer takes members of the operation from constant memory: it loads them in each batch.
+/// kHasSquare: the sum of p^2 is wanted. A template parameter, because a kernel with both kinds of loops is so large
+/// that nvcc 13.0 no longer reads members of the operation from constant memory, but loads them in each batch.
 template <typename T, typename View, bool kHasSquare>
 struct FullLoss {
   using Element = T;
@@ -20,7 +20,7 @@ struct FullLoss {
 
   LossRows<T, View> rows;
   LossPlan plan;
-  A* statistics;  ///< of a shard: written instead of the loss; nullptr otherwise
+  A* statistics;  ///< of a shard, written instead of the loss; nullptr: write the loss
 
   EAVES_HOST_DEVICE const View& view() const { return rows.in.view; }
 
@@ -29,7 +29,7 @@ struct FullLoss {
                           Prepared& prepared) const {
     const auto at = view().rows.offsets(row);
     const Span<const T> span(rows.in.logits + at.of[kLogits] + first, count);
-    T edge{};  // travels with the first batch and is used last
+    T edge{};  // loaded with the first batch, used last
     if (thread < span.edges) edge = span.edge(thread);
     bool is_asked = false;
     bool is_wanted = true;
@@ -56,9 +56,10 @@ struct FullLoss {
     return finished(running, rows.in.terms);
   }
 
-  /// Takes vectors thread, thread + threads, ... of `vectors` of unit stride, the first of which is column `first`.
-  /// `load_batch(batch, i)` loads kVectors from vector i on, `address_of(i)` is where a single one lies. `is_wanted()`
-  /// is asked with every batch, the first of which is then on its way, and repeats its answer: is the row wanted?
+  /// Adds vectors thread, thread + threads, ... of `vectors` contiguous ones that start at column `first`.
+  /// `load_batch(batch, i)` loads the kVectors vectors i, i + threads, ...; `address_of(i)` is the address of vector i.
+  /// `is_wanted()` tells whether the row is read: it is called after the loads of every batch are issued, and always
+  /// returns the same.
   template <int kVectors, typename LoadBatch, typename IsWanted, typename AddressOf>
   __device__ void add_vectors(RunningStatistics<A, kHasSquare>& running, int vectors, int thread, int threads,
                               std::int64_t first, std::int64_t soft_row, LoadBatch load_batch, IsWanted is_wanted,
@@ -76,7 +77,7 @@ struct FullLoss {
         }
       });
       if (!is_wanted()) return;
-        // A batch that was refused, or the last, which is not whole.
+        // Vector by vector: a batch that try_add_batch() refused, or the last batch, which is incomplete.
 #pragma unroll 1
       for (const int end = min(vectors, i + kVectors * threads); i < end; i += threads) {
         add_vector(running, address_of(i), column_of(i), soft_row);
@@ -92,7 +93,7 @@ struct FullLoss {
     RunningStatistics<A, kHasSquare> running;
     for (std::int64_t begin = first; begin < last; begin += kColumns * step) {
       const auto column_of = [&](int c) { return begin + c * step; };
-      T batch[kColumns];  // loaded at once; taken by a loop that is not unrolled, whose code is long
+      T batch[kColumns];  // loaded at once; the loop that adds them is long, and not unrolled
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         if (column_of(c) < last)
@@ -128,7 +129,7 @@ struct FullLoss {
                      statistics + view().rows.offsets(row).of[kPerRow] * kCrossEntropyStatistics);
   }
 
-  /// `soft_offset` is where its soft target lies.
+  /// `soft_offset` is the offset of the element's soft target.
   __device__ void add_element(RunningStatistics<A, kHasSquare>& running, A z, std::int64_t soft_offset,
                               std::int64_t column) const {
     const A u = !plan.has_logit_sum ? A(0) : rows.in.has_factors ? factor_of(rows.in, soft_offset, column) : A(1);
@@ -136,7 +137,7 @@ struct FullLoss {
   }
 
  private:
-  /// Calls `function` with what is the same for all of a row as template parameters, around its loop.
+  /// Calls `function`, which contains a loop over the row, with the options of the loop as template parameters.
   template <typename Function>
   __device__ auto with_variant(Function function) const {
     const auto call = [&]<bool kIsCapped>() {
@@ -157,8 +158,8 @@ struct FullLoss {
                                               });
   }
 
-  /// Any vector of a row of unit stride: where it cannot be taken whole, element by element. The logits are read once
-  /// more, so that the loop need not be unrolled.
+  /// Adds any vector of a contiguous row. If try_add_batch() refuses it, its elements are added one by one; they are
+  /// read from memory again, so that this loop need not be unrolled.
   __device__ void add_vector(RunningStatistics<A, kHasSquare>& running, const Vector<T>* vector, std::int64_t column,
                              std::int64_t soft_row) const {
     const Vector<T> batch[1] = {*vector};

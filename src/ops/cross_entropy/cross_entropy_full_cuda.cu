@@ -1,4 +1,4 @@
-// Every row with every option of cross_entropy: FullLoss, as cuda/row_reduce.cuh launches it.
+// The launches of FullLoss, the reduction of rows with every option of cross_entropy.
 #include "ops/cross_entropy/cross_entropy_full.cuh"
 
 namespace eaves::cuda {
@@ -31,7 +31,7 @@ void reduce_full(const char* op, const CrossEntropyInputs& inputs, bool skips_ig
   const auto reduce = [&]<bool kHasSquare>() {
     reduce_rows<T>(op, reduction, inputs.view, inputs.device, workspace, stream, [&]<typename View>(const View& view) {
       constexpr bool kIsStrided = std::is_same_v<View, CrossEntropyView>;
-      constexpr bool kTakesSquare = kHasSquare || kIsStrided;  // strided rows have one kernel for both
+      constexpr bool kTakesSquare = kHasSquare || kIsStrided;  // strided rows have one kernel, with squares
       return FullLoss<T, View, kTakesSquare>{{LossInputs<T, View>(view, inputs), outputs, !skips_ignored},
                                              inputs.plan,
                                              static_cast<Accumulator<T>*>(statistics)};

@@ -1,8 +1,8 @@
-// The gradient of a row on the device: its coefficients from what the forward has kept, and the two functions that map
+// The gradient of a row on the device: its coefficients from the outputs of the forward, and the two functions that map
 // logits to gradients.
 //
 //   PlainGradient   z' = z and u = 1: one multiply-add and one exponential for each element
-//   FullGradient    every option
+//   FullGradient    all options
 #pragma once
 
 #include "cuda/row_policy.h"
@@ -13,7 +13,7 @@ namespace eaves::cuda {
 
 using namespace cross_entropy_tensors;
 
-/// dL/d(loss of a row); `divisor` is nullptr but for the mean, and grad_loss without data is 1.
+/// dL/d(loss of a row). `divisor` is nullptr unless the reduction is the mean; grad_loss without data is 1.
 template <typename T>
 __device__ Accumulator<T> gradient_of_loss(const TypedNumbers& grad_loss, std::int64_t i,
                                            const Accumulator<T>* divisor) {
@@ -21,7 +21,8 @@ __device__ Accumulator<T> gradient_of_loss(const TypedNumbers& grad_loss, std::i
   return divisor == nullptr ? gradient : mean_gradient(gradient, *divisor);
 }
 
-/// The coefficients of row `per_row`; fills in those of its target.
+/// The gradient coefficients of row `per_row`. Sets `target_weight` first, and makes `grad_loss` NaN if the target is
+/// out of range.
 template <typename T, typename View>
 __device__ RowGradient<Accumulator<T>> gradient_of_row(const LossInputs<T, View>& in,
                                                        RowGradientInputs<Accumulator<T>> row, std::int64_t per_row) {
@@ -61,7 +62,7 @@ struct GradientInputs {
         target_mass(static_cast<const A*>(problem.target_mass)),
         divisor(static_cast<const A*>(problem.divisor)) {}
 
-  /// Of the row whose tensors lie at `at`.
+  /// The gradient coefficients of the row at the offsets `at`.
   template <typename Offsets>
   __device__ RowGradient<A> row(const Offsets& at) const {
     const std::int64_t i = at.of[kPerRow];
@@ -84,15 +85,16 @@ struct PlainGradient {
   using A = Accumulator<T>;
   static constexpr int kSize = Vector<T>::kSize;
 
-  RowGradient<A> row;  ///< softmax_factor has e^(-lse.low) in it: it multiplies e^(z - lse.high)
+  RowGradient<A> row;  ///< softmax_factor includes e^(-lse.low): it multiplies e^(z - lse.high)
 
   __device__ PlainGradient(const LossInputs<T, View>&, const RowGradient<A>& gradient, std::int64_t) : row(gradient) {
     row.softmax_factor *= exponential(-row.lse.low);
   }
 
   __device__ std::int64_t target_column() const { return row.target; }
-  /// Of a class that is not the target. The difference is taken before the product with log2(e): near lse, where the
-  /// result is largest, it is exact. In a row that counts for nothing p is not used, and may be NaN.
+  /// The gradient of a class that is not the target. exponential() takes the difference before its product with
+  /// log2(e), because the difference is exact for z near lse, for which the gradient is largest. If softmax_factor is
+  /// 0, p is not used, because it may be NaN.
   __device__ A other(A z) const {
     return row.softmax_factor == A(0) ? -row.per_class
                                       : fma(exponential(z - row.lse.high), row.softmax_factor, -row.per_class);
@@ -133,14 +135,16 @@ struct FullGradient {
   const LossInputs<T, View>& in;
   RowGradient<A> row;
   std::int64_t soft_row;
-  // For whole vectors: p / correction = e^(kUnit * (z' / kUnit - anchor)), with the anchor in the rounding of z'. What
-  // the rounding of the anchor itself adds to every exponent, and lse.low, the correction takes out again; from the
-  // exponent that the slope multiplies, the softmax_factor does.
-  A anchor;          ///< lse.high / kUnit
-  A softmax_factor;  ///< of p / correction; like the next ones for gradients in z'/scale
-  A slope;           ///< of p / correction times the exponent
-  A per_class;
-  bool has_vectors;  ///< the row's numbers are common ones
+  // For whole vectors, with x = z' / kUnit - anchor and lse / kUnit = anchor + r:
+  //
+  //   p = e^(kUnit * x) * e^(-kUnit * r),   z' - lse = kUnit * (x - r)
+  //
+  // The coefficients include e^(-kUnit * r) * scale. softmax_factor also includes -kUnit * r * slope.
+  A anchor;          ///< lse.high / kUnit, rounded
+  A softmax_factor;  ///< of e^(kUnit * x)
+  A slope;           ///< of e^(kUnit * x) * x
+  A per_class;       ///< row.per_class * scale
+  bool has_vectors;  ///< map_whole() can take the row: lse is not large, the softcap not extreme, softmax_factor not 0
 
   __device__ FullGradient(const LossInputs<T, View>& inputs, const RowGradient<A>& gradient, std::int64_t soft_offset)
       : in(inputs), row(gradient), soft_row(soft_offset), anchor(product(row.lse.high, A(1) / kUnit<A>)) {
@@ -153,14 +157,14 @@ struct FullGradient {
                   (in.terms.softcap == A(0) || in.terms.small_logit >= A(0));
   }
 
-  /// A row that counts for nothing: 0, whatever its logits are.
+  /// Is the gradient 0 for all logits, NaN among them?
   __device__ bool is_nothing() const {
     return row.softmax_factor == A(0) && row.target_factor == A(0) && row.slope == A(0) && row.per_class == A(0);
   }
 
   __device__ A operator()(A z, std::int64_t column) const {
     if (is_nothing()) return A(0);
-    A u = A(1);  // as in ClassStatistics
+    A u = A(1);  // see ClassStatistics
     if (row.per_class != A(0) && in.has_factors) {
       u = factor_of(in, soft_row + column_offset(in.view, kSoftTargets, column), column);
     }
@@ -177,7 +181,7 @@ struct FullGradient {
     } else if (row.softmax_factor != A(0)) {
       result = fma(p, row.softmax_factor, result);
     }
-    // 0 * -infinity must be 0; what fmax() does to a NaN, the exponential undoes.
+    // fmax(), because 0 * -infinity must be 0. It replaces a NaN of d, but then p is NaN, and so is the result.
     if (row.slope != A(0)) result = fma(p, row.slope * fmax(d, A(-1e30)), result);
     return result * (in.terms.scale * derivative);
   }
@@ -208,8 +212,8 @@ struct FullGradient {
   }
 
  private:
-  /// Every element taken for one that is not the target, without a branch between them. kIsSmall: all logits are in the
-  /// range of the softcap's polynomial.
+  /// Maps every element as if it were not the target, without a branch between elements. kIsSmall: all logits are in
+  /// the range of the softcap's polynomial.
   template <bool kIsCapped, bool kIsSmall, bool kHasFactors>
   __device__ Vector<T> map_whole(const Vector<T>& v, std::int64_t column) const {
     float values[kSize];
@@ -232,7 +236,7 @@ struct FullGradient {
         exponent = fmaf(transformed.value, transformed.factor, -anchor);
       }
       const float p = power(exponent);
-      // 0 * -infinity must be 0; a capped logit is finite.
+      // fmaxf(), because 0 * -infinity must be 0. A capped logit is finite.
       const float with_slope = fmaf(slope, kIsCapped ? exponent : fmaxf(exponent, -1e30f), softmax_factor);
       const float result = fmaf(p, with_slope, kHasFactors ? -per_class * u[i] : -per_class);
       values[i] = kIsCapped ? result * derivative : result;
@@ -240,7 +244,8 @@ struct FullGradient {
     return pack<T>(values);
   }
 
-  /// `gradient` with that of the target, element `at`. Not inlined, so that the loops stay short.
+  /// `gradient` with its element `at` replaced by the gradient of the target. Not inlined, so that the loops stay
+  /// short.
   static __device__ __noinline__ Vector<T> with_target(FullGradient self, Vector<T> v, Vector<T> gradient, int at) {
     A z[kSize];
     A values[kSize];
@@ -255,7 +260,7 @@ struct FullGradient {
     return pack<T>(values);
   }
 
-  /// Any vector. Not inlined either.
+  /// Maps any vector, element by element. Not inlined either.
   static __device__ __noinline__ Vector<T> map_any(FullGradient self, Vector<T> v, std::int64_t column) {
     A values[kSize];
     unpack(v, values);
@@ -265,7 +270,7 @@ struct FullGradient {
   }
 };
 
-/// FullGradient where it is known what all rows have in common.
+/// FullGradient with the options that all rows share as template parameters.
 template <typename T, typename View, bool kIsCapped, bool kHasFactors>
 struct GradientVariant {
   FullGradient<T, View> gradient;
@@ -306,8 +311,8 @@ struct CrossEntropyGradient {
 template <typename T, typename View>
 inline constexpr bool kIsHeavy<CrossEntropyGradient<T, View, FullGradient<T, View>>> = true;
 
-/// Vector `i` of a row's gradient. One of 16 bits over float32 logits (kIsNarrow) takes the first half of its row,
-/// which then has no head.
+/// Stores vector `i` of a row's gradient. kIsNarrow: the gradient has 16 bits over float32 logits and takes the first
+/// half of its row, which starts on 16 bytes and has no head.
 template <bool kIsNarrow, typename T>
 __device__ void store_gradient(const Span<T>& span, DType dtype, std::int64_t i, const Vector<T>& gradient) {
   if constexpr (kIsNarrow) {
@@ -329,7 +334,7 @@ __device__ void store_gradient_edge(const Span<T>& span, DType dtype, int edge, 
   }
 }
 
-/// Is a call's gradient a PlainGradient?
+/// Is PlainGradient enough for a call?
 inline bool has_plain_gradient(const LossPlan& plan) {
   return !plan.has_transform && !plan.has_factors && !plan.has_moment;
 }

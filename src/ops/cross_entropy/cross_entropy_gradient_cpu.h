@@ -16,14 +16,16 @@ namespace eaves::cpu {
 namespace HWY_NAMESPACE {
 namespace {
 
-/// The gradient of a row, and that of its target's entry, which must be read before it is overwritten.
+/// The gradient coefficients of a row, and the gradient of its target: the target's logit must be read before it is
+/// overwritten.
 struct RowMap {
   RowGradient<double> gradient;
-  bool is_zero;  ///< everywhere
+  bool is_zero;  ///< the gradient of the whole row is 0
   double target_value;
 };
 
-/// Everything of `in` but the target, which is the row's. Its entry is computed where it is one of `columns`.
+/// The map of a row. The caller fills in `in` except for the target and its weight. `target_value` is computed if the
+/// target is one of `columns`.
 template <typename T>
 RowMap map_of(const Rows<T>& rows, const typename Rows<T>::Row& row, RowGradientInputs<double> in,
               const ColumnPiece& columns) {
@@ -38,7 +40,7 @@ RowMap map_of(const Rows<T>& rows, const typename Rows<T>::Row& row, RowGradient
   const Transformed z = rows.logit(row, column);
   const double difference = g.log_probability(z.logit);
   const double p = std::exp(difference);
-  double value = 0.0;  // where p has no part in it, whatever p is
+  double value = 0.0;  // stays 0 if all factors of p are 0, even if p is NaN
   if (g.target_factor != 0.0 || g.surplus != 0.0) value = std::expm1(difference) * g.target_factor + p * g.surplus;
   if (g.slope != 0.0 && p != 0.0) value += p * g.slope * difference;
   if (terms.smoothing != 0.0) value -= g.per_class * (terms.has_weight ? in.target_weight : 1.0);
@@ -46,8 +48,8 @@ RowMap map_of(const Rows<T>& rows, const typename Rows<T>::Row& row, RowGradient
   return map;
 }
 
-/// The coefficients of a row as its loop takes them: `derivative` is dz'/dz where that is one number. What the lse
-/// loses when it is rounded to A is one factor of all exponentials, and goes into theirs.
+/// The coefficients of a row in A, for the loop over its columns. `derivative` is dz'/dz if it is the same for all of
+/// them, else 1. With lse = high + low in A, e^(-low) is a factor of all exponentials, and the coefficients include it.
 template <typename A>
 SoftmaxGradient<A> coefficients_of(const RowGradient<double>& g, double derivative) {
   const SplitLse<A> lse = rounded<A>(g.lse);
@@ -70,8 +72,8 @@ ScaledSoftmax<Accumulator<T>> softmax_of(const RowMap& map) {
           .value = static_cast<A>(map.target_value)};
 }
 
-/// The gradient of some columns of a row with options. Block by block, each read before it is written: see
-/// write_narrower_row().
+/// Writes the gradient of some columns of a row with options, block by block. Each block is read before it is written,
+/// because a narrower gradient lies over its own logits (write_narrower_row()).
 template <bool kNonTemporal, typename T, typename R>
 void write_with_options(const Rows<T>& rows, R* grad_logits, const ColumnPiece& piece, const RowMap& map) {
   using A = Accumulator<T>;
@@ -109,19 +111,20 @@ void write_with_options(const Rows<T>& rows, R* grad_logits, const ColumnPiece& 
   }
 }
 
-/// Whether a gradient is more than a multiple of the softmax and a target.
+/// Has the gradient other terms than a multiple of the softmax and the term of the target?
 bool has_options(const LossPlan& plan, bool has_grad_entropy) {
   return plan.has_transform || plan.has_logit_sum || has_grad_entropy;
 }
 
-/// Where a gradient goes, and as what: narrower than the logits only over them (CrossEntropyInPlaceProblem).
+/// The destination of a gradient and its dtype. It is narrower than the logits only if it overwrites them
+/// (CrossEntropyInPlaceProblem).
 struct Gradient {
   void* data;
   DType dtype;
 };
 
-/// A gradient of 16 bits over its own float32 logits. Columns [c, c + n) of it take the place of columns
-/// [c / 2, (c + n) / 2) of theirs, so a row is written whole, from its start, by one thread.
+/// Writes a gradient of 16 bits over its own float32 logits. Columns [c, c + n) of the gradient overwrite columns [c /
+/// 2, (c + n) / 2) of the logits, so one thread writes a whole row from its start.
 template <typename T, typename R>
 void write_narrower_row(const Rows<T>& rows, R* grad_logits, bool with_options, const ColumnPiece& row,
                         const RowMap& map) {
@@ -133,8 +136,8 @@ void write_narrower_row(const Rows<T>& rows, R* grad_logits, bool with_options, 
   if (softmax.replaced >= 0 && softmax.replaced < row.end) to[softmax.replaced] = round_to<R>(softmax.value);
 }
 
-/// Over the logits of the piece, which is a whole row where the gradient is narrower. Which dtype is asked here, for
-/// each row: all that goes before is compiled once for all three.
+/// Writes the gradient over the logits of the piece, which is a whole row if the gradient is narrower. The dtype is
+/// tested here, for each row, so that the code before is compiled once for all three dtypes.
 template <typename T>
 void write_in_place(const Rows<T>& rows, const Gradient& gradient, bool with_options, const ColumnPiece& piece,
                     const RowMap& map) {
@@ -151,7 +154,8 @@ void write_in_place(const Rows<T>& rows, const Gradient& gradient, bool with_opt
   write_softmax_piece<false, T>(rows.view(), rows.logits(), {grad_logits, kGradLogits}, piece, softmax_of<T>(map));
 }
 
-/// `map(row, piece)` gives the RowMap of a row, for columns that nothing has been written of.
+/// Writes the gradients of all rows. `map(row, piece)` returns the RowMap of a row, and is called before the piece is
+/// written.
 template <typename T, typename Map>
 void write_gradients(const Rows<T>& rows, const Gradient& gradient, bool with_options, const ExecutionContext& context,
                      Map&& map) {

@@ -1,5 +1,5 @@
-// A row that stays on the chip between its statistics and its gradient, so that every logit is read once and its
-// gradient is written once; and the kernel for long rows, in the shared memory of a cluster of small blocks.
+// Forward and backward of a row that stays on the chip in between: every logit is read once, and every gradient is
+// written once. The kernel in this file is for long rows: a cluster of small blocks keeps the row in shared memory.
 #pragma once
 
 #include <type_traits>
@@ -15,23 +15,26 @@ namespace eaves::cuda {
 
 // ---- policy --------------------------------------------------------------------------------------------------------
 
-/// Of a longer row, each block of a cluster keeps a piece in shared memory: so little that several blocks share a
-/// multiprocessor, and some load while others wait for their cluster or store. More blocks than the most that every GPU
-/// with clusters takes are not to be had, so that beyond them pieces grow. H200, [4096, 65536] and [4096, 131072] bf16,
-/// of one read and one write of the same bytes: 1.12 and 1.08; in two passes 1.53 and 1.51, in the registers of
-/// clusters of blocks with 64 KiB each 1.44 and 1.62, in a ring of shared memory of one or two large blocks 1.6 to 2.0.
+/// Each block of a cluster keeps a piece of the row in shared memory. Pieces are small, so that several blocks share a
+/// multiprocessor: some load while others wait for their cluster or store. A cluster has at most kMostClusterBlocks,
+/// the most that every GPU with clusters supports; longer rows get larger pieces. H200, [4096, 65536] and [4096,
+/// 131072] bf16, time divided by the time of one read and one write of the same bytes: 1.12 and 1.08; in two
+/// passes 1.53 and 1.51; in the registers of clusters of blocks with 64 KiB each 1.44 and 1.62; in a ring of shared
+/// memory of one or two large blocks 1.6 to 2.0.
 inline constexpr std::int64_t kPieceBytes = 32768;
 inline constexpr std::int64_t kMostPieceBytes = 204800;
-inline constexpr std::int64_t kDeclaredSharedBytes = 4096;  // at most, of a block beside its piece
+inline constexpr std::int64_t kDeclaredSharedBytes = 4096;  // of a block beside its piece, at most
 inline constexpr int kMostClusterBlocks = 8;
 
-/// What a kernel of long rows computes: without options, with some, with some that load a factor of each element.
+/// The options in a kernel of long rows: none, some without factors u, or some with factors u, which are loaded for
+/// each element.
 enum class RowOptions { none, some, factors };
 
-/// Of a block of a cluster. With options registers are what counts: fewer threads. H100, [4096, 32768] bf16 with label
-/// smoothing and with softcap: 206 and 282 us, with 2 vectors 211 and 298, with 256 threads, 1 vector and 4 blocks of
-/// 48 KiB 247 and 332, with 64 threads and 12 blocks of 16 KiB 256 and 358; in two passes 289 and 310. Factors take
-/// time to load, which more threads hide: with soft targets 367 us, as with other options 436.
+/// The threads of a block, and the vectors that each of them takes at a time. With options registers are the limit, so
+/// a block has fewer threads. H100, [4096, 32768] bf16 with label smoothing and with softcap: 206 and 282 us; with 2
+/// vectors 211 and 298; with 256 threads, 1 vector and 4 blocks of 48 KiB 247 and 332; with 64 threads and 12 blocks of
+/// 16 KiB 256 and 358; in two passes 289 and 310. More threads hide the loads of factors: with soft targets 367 us,
+/// with the threads of the other options 436.
 template <RowOptions kOptions>
 inline constexpr RowThreads kClusterThreads = kOptions == RowOptions::some      ? RowThreads{128, 4}
                                               : kOptions == RowOptions::factors ? RowThreads{256, 2}
@@ -40,20 +43,20 @@ template <RowOptions kOptions>
 inline constexpr int kClusterBlocksPerMultiprocessor = kOptions == RowOptions::factors ? 4 : 6;
 
 struct RowPieces {
-  int blocks;            ///< of the cluster
-  std::int64_t vectors;  ///< of each but the last, which may have fewer
+  int blocks;            ///< blocks of the cluster
+  std::int64_t vectors;  ///< vectors of a piece; the last piece may have fewer
 };
 
 inline RowPieces cut_row(std::int64_t row_bytes) {
-  int blocks = 2;  // a block by itself cannot send to a cluster
+  int blocks = 2;  // a launch with one block has no cluster, and ClusterStates needs one
   while (blocks < kMostClusterBlocks && row_bytes > blocks * kPieceBytes) blocks *= 2;
-  constexpr std::int64_t kLineVectors = 8;  // pieces of whole cache lines, where the row starts on one
+  constexpr std::int64_t kLineVectors = 8;  // pieces of whole cache lines, if the row starts on one
   return {blocks, ceil_divide(ceil_divide(row_bytes / 16, blocks), kLineVectors) * kLineVectors};
 }
 
-// ---- what is done with a row ---------------------------------------------------------------------------------------
+// ---- forward and backward of a row ---------------------------------------------------------------------------------
 
-/// kIsFull: with options, as the forward and the backward have them.
+/// kIsFull: with the options that FullLoss and FullGradient have.
 template <typename T, bool kIsFull, typename V = ShortRowView<3, 6>>
 struct InPlace : std::conditional_t<kIsFull, FullLoss<T, V, false>, PlainLoss<T, V>> {
   using A = Accumulator<T>;
@@ -68,31 +71,31 @@ struct InPlace : std::conditional_t<kIsFull, FullLoss<T, V, false>, PlainLoss<T,
   TypedNumbers grad_loss;
   const A* divisor;
 
-  /// What a row has beside its logits.
+  /// The inputs of a row beside its logits.
   struct Prefetched {
     typename LossRows<T, View>::Prepared prepared;
-    A grad_loss;  ///< the caller's; after divided() the row's
+    A grad_loss;  ///< the caller's dL/d(loss); after divided() the row's
   };
 
-  /// Loads it, while the logits are on their way, so that nothing waits for it at the end of the row.
+  /// Loads them while the loads of the logits are in flight, so that the end of the row does not wait for them.
   template <typename Offsets>
   __device__ Prefetched prefetch(std::int64_t target, const Offsets& at) const {
-    // First what does not wait for the target.
+    // First the load that does not depend on the target.
     const A of_row = gradient_of_loss<T>(grad_loss, at.of[kGradLoss], nullptr);
     return {rows.prepare(target, at.of[kLogits]), of_row};
   }
 
-  /// dL/d(loss of row `per_row`) after the mean's division and with the row's weight. Waits for the kernel before,
-  /// which may still be counting the divisor; nothing before this reads it. So it is called as late as it can be, and
-  /// later rows find the divisor in the L1 cache.
+  /// dL/d(loss of row `per_row`), after the mean's division and times the row's weight. Waits for the previous kernel,
+  /// which may still be computing the divisor; no earlier code reads the divisor, so the call comes as late as
+  /// possible. Later rows find the divisor in the L1 cache.
   __device__ A divided(A gradient, std::int64_t per_row) const {
     wait_for_previous_kernel();
     if (divisor != nullptr) gradient = mean_gradient(gradient, *divisor);
     return weigh(gradient, rows.in.row_weight_at(per_row));
   }
 
-  /// Writes what is wanted of the row where `writes_row`, one of its threads, and returns the function that maps its
-  /// logits to its gradient.
+  /// Returns the function that maps the row's logits to its gradient. The one thread with `writes_row` also writes the
+  /// row's outputs.
   template <typename Offsets>
   __device__ Gradient finish(const State& state, const Prefetched& row, const Offsets& at, bool writes_row) const {
     const LossInputs<T, View>& in = rows.in;
@@ -117,7 +120,7 @@ struct InPlace : std::conditional_t<kIsFull, FullLoss<T, V, false>, PlainLoss<T,
   }
 };
 
-/// An element outside of a row's vectors, with those of a batch that are not there.
+/// Adds an element outside of a row's vectors, as a vector with -infinity in its other elements.
 template <typename T>
 __device__ void accumulate_edge(SoftmaxState<Accumulator<T>>& state, T edge) {
   const Vector<T> batch[1] = {with_first(minus_infinity<T>(), edge)};
@@ -126,10 +129,10 @@ __device__ void accumulate_edge(SoftmaxState<Accumulator<T>>& state, T edge) {
 
 // ---- long rows -----------------------------------------------------------------------------------------------------
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // as arrival.cuh
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // as in arrival.cuh
 
-/// The statistics of a thread's vectors of a piece and, through `add_edges`, of its edges. The first vector of the
-/// piece is column `first`.
+/// The statistics of a thread's vectors of a piece and, through `add_edges`, of its edges. The piece starts at column
+/// `first`.
 template <RowOptions kOptions, typename T, typename View, typename AddEdges>
 __device__ ClassStatistics<Accumulator<T>> reduce_with_options(const FullLoss<T, View, false>& loss,
                                                                const Vector<T>* piece, int vectors, std::int64_t first,
@@ -157,8 +160,8 @@ __device__ ClassStatistics<Accumulator<T>> reduce_with_options(const FullLoss<T,
 
 #endif
 
-/// A cluster a row, its vectors in pieces of `piece_vectors`. What the threads of a block take at once arrives at once:
-/// the statistics begin with the first of it.
+/// One cluster for each row, with pieces of `piece_vectors` vectors. A piece arrives in batches of kBatch vectors, as
+/// many as the threads of a block take at once, and the statistics begin with the first batch.
 template <typename T, RowOptions kOptions, bool kIsNarrow>
 __global__ void __launch_bounds__(kClusterThreads<kOptions>.threads, kClusterBlocksPerMultiprocessor<kOptions>)
     row_in_cluster(const __grid_constant__ InPlace<T, kOptions != RowOptions::none> operation, int piece_vectors) {
@@ -243,7 +246,8 @@ __global__ void __launch_bounds__(kClusterThreads<kOptions>.threads, kClusterBlo
   if (thread == 0) prefetched->grad_loss = operation.divided(prefetched->grad_loss, at.of[kPerRow]);
   state = reduce_block<kThreads>(state, Merge{});
   wait_for_cluster_start();
-  // The target's logit has been read, in the first warps, before any block writes a gradient.
+  // reduce() also orders reads before writes: thread 0 of every block has read the target's logit before any block
+  // writes a gradient.
   state = cluster_states.reduce(state, Merge{});
 
   // finish, store
@@ -261,7 +265,8 @@ __global__ void __launch_bounds__(kClusterThreads<kOptions>.threads, kClusterBlo
     }
   };
   if constexpr (kIsFull) {
-    // <true, true> is missing, and so is kHasSquare of FullLoss: stays_on_chip() refuses what needs them. Change both.
+    // There is neither GradientVariant<..., true, true>, a softcap with factors, nor FullLoss with kHasSquare:
+    // stays_on_chip() refuses the calls that need them. Change both together.
     using View = typename InPlace<T, kIsFull>::View;
     if constexpr (kOptions == RowOptions::factors) {
       store_all(GradientVariant<T, View, false, true>{function});
@@ -299,7 +304,7 @@ void dispatch_narrow(DType grad_dtype, Launch launch) {
   launch.template operator()<false>();
 }
 
-/// The rows of a call with options: cross_entropy_in_place_full_cuda.cu.
+/// Launches row_in_cluster for a call with options. Defined in cross_entropy_in_place_full_cuda.cu.
 template <typename T>
 void launch_full_rows(const char* op, const InPlace<T, true>& operation, bool follows_kernel, void* stream);
 

@@ -2,9 +2,9 @@
 // gradient: every logit is read once and its gradient is written once.
 //
 //   row_in_registers   short rows, in the registers of a block or of some lanes
-//   row_in_cluster     longer ones and rows with options, in a cluster's shared memory (cross_entropy_in_place.cuh)
-//   in_two_passes      all others: the forward, then the backward over the logits. Strided or huge rows, float64, GPUs
-//                      without clusters; with options short rows, the sum of p^2, a softcap beside factors of classes
+//   row_in_cluster     longer rows and rows with options, in a cluster's shared memory (cross_entropy_in_place.cuh)
+//   in_two_passes      the forward, then the backward over the logits: strided or huge rows, float64, GPUs without
+//                      clusters; with options also short rows, the sum of p^2, and a softcap beside factors u
 #include <algorithm>
 
 #include "core/dispatch.h"
@@ -18,21 +18,22 @@ constexpr const char* kOp = "cross_entropy_forward_backward";
 
 // ---- policy --------------------------------------------------------------------------------------------------------
 
-/// The longest row that stays in registers, and how. H200, [4096, 32768] bf16, 64 KiB a row: 512 x 8 in registers 1.175
-/// of one read and one write of the same bytes, in a cluster 1.178.
+/// The threads and vectors of the longest row that stays in registers. H200, [4096, 32768] bf16, 64 KiB a row, time
+/// divided by the time of one read and one write of the same bytes: with 512 x 8 in registers 1.175, in a
+/// cluster 1.178.
 constexpr RowThreads kMostInRegisters{256, 8};
 constexpr std::int64_t kRegisterRowBytes = 16 * kMostInRegisters.threads * kMostInRegisters.vectors;
 
-constexpr int kShortBlock = 128;  // threads of a block whose rows take at most a warp
+constexpr int kShortBlock = 128;  // threads of a block if a row takes at most a warp
 
-/// A row with options stays on the chip from here on. H100, bf16 with smoothing, with softcap, with an entropy:
-/// [4096, 16384] 119, 159 and 117 us, in two passes 155, 176 and 164; [4096, 8192] 88, 113 and 86, and 88, 110 and 100;
-/// [4096, 4096] 82, 100 and 82, and 53, 78 and 66.
+/// Rows with options stay on the chip from this size on. H100, bf16 with smoothing, with softcap, with an entropy:
+/// [4096, 16384] 119, 159 and 117 us, in two passes 155, 176 and 164; [4096, 8192] 88, 113 and 86, in two passes 88,
+/// 110 and 100; [4096, 4096] 82, 100 and 82, in two passes 53, 78 and 66.
 constexpr std::int64_t kFewestBytesWithOptions = 16384;
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
-/// kThreads threads a row: lanes of a warp, or the threads of a block.
+/// kThreads threads for each row: some lanes of a warp, or a whole block.
 template <typename T, bool kIsNarrow, int kThreads, int kVectors>
 __global__ void __launch_bounds__(kThreads < kShortBlock ? kShortBlock : kThreads,
                                   1024 / (kThreads < kShortBlock ? kShortBlock : kThreads))
@@ -44,13 +45,13 @@ __global__ void __launch_bounds__(kThreads < kShortBlock ? kShortBlock : kThread
   let_next_kernel_start();
   const std::int64_t row = (std::int64_t{blockIdx.x} * kBlock + threadIdx.x) / kThreads;
   const int thread = threadIdx.x % kThreads;
-  // Rows beyond the last take part in the reductions as copies of it, and write nothing.
+  // Threads beyond the last row take part in the reductions with a copy of this row, and write nothing.
   const bool is_row = row < operation.view().row_count;
   const auto at = operation.view().rows.offsets(is_row ? row : operation.view().row_count - 1);
   const std::int64_t target = operation.rows.in.target_at(at.of[kTargets]);
   const bool is_read = operation.rows.is_read(target);
 
-  // load, whether the row counts or not: to wait for its target first would cost every row more
+  // load, even if the row is ignored: to wait for its target first would slow down every row
   const Span<T> span(operation.logits + at.of[kLogits], operation.view().column_count);
   const int left = static_cast<int>(span.vectors) - thread;
   Vector<T>* address = span.vector_address(thread);
@@ -82,10 +83,10 @@ __global__ void __launch_bounds__(kThreads < kShortBlock ? kShortBlock : kThread
     state = reduce_block<kThreads>(state, MergeSoftmax{});
     __shared__ alignas(State) unsigned char storage[sizeof(State)];
     if (threadIdx.x == 0) *reinterpret_cast<State*>(storage) = state;
-    __syncthreads();  // also: the target's logit has been read before any gradient is written
+    __syncthreads();  // also orders the read of the target's logit before the first store of a gradient
     state = *reinterpret_cast<State*>(storage);
   }
-  __syncwarp();  // the same for rows of a warp
+  __syncwarp();  // the same order for rows that share a warp
 
   // finish, store
   const auto gradient = operation.finish(state, prefetched, at, thread == 0 && is_row);
@@ -120,8 +121,8 @@ bool stays_on_chip(const CrossEntropyInPlaceProblem& problem) {
   const auto row_bytes = inputs.view.column_count * static_cast<std::int64_t>(size_of(inputs.logits_dtype));
   if (suits_plain_loss(inputs) && row_bytes <= kRegisterRowBytes) return true;
   if (!suits_plain_loss(inputs)) {
-    // So much arithmetic goes faster in two kernels. H100, [4096, 131072] bf16 with smoothing over weighted classes,
-    // softcap and entropy: 1.29 ms, and on the chip 1.52.
+    // A softcap with factors u needs so much arithmetic that two kernels are faster. H100, [4096, 131072] bf16 with
+    // smoothing over weighted classes, softcap and entropy: 1.29 ms, on the chip 1.52.
     const bool is_slower = inputs.plan.has_factors && inputs.options.softcap != 0.0;
     if (inputs.plan.has_square || is_slower || row_bytes < kFewestBytesWithOptions) return false;
   }
@@ -130,8 +131,9 @@ bool stays_on_chip(const CrossEntropyInPlaceProblem& problem) {
   return gpu.compute_capability >= 90 && cut_row(row_bytes).vectors * 16 <= most_piece_bytes;
 }
 
-/// The workspace of a call. On the chip: that of a reduced loss, then the divisor that the gradients need before the
-/// loss is known. In two passes: that of the forward, then what they keep between them, lse, mass and divisor.
+/// The workspace of a call. On the chip: the workspace of a reduced loss, then the divisor, because the gradients need
+/// it before the loss is known. In two passes: the workspace of the forward, then lse, target_mass and divisor for the
+/// backward.
 struct InPlaceWorkspace {
   LossWorkspace loss;
   std::size_t forward_bytes = 0;  ///< of the separate forward
@@ -160,7 +162,7 @@ struct InPlaceWorkspace {
   }
 };
 
-/// What rows weigh in the mean, from their targets alone.
+/// The weights of the rows in the mean's divisor, from their targets alone.
 template <typename T, typename View>
 struct TargetWeights {
   LossInputs<T, View> in;
@@ -183,7 +185,7 @@ struct TargetWeights {
 };
 
 /// kIsNarrow: the gradient has 16 bits over float32 logits. H200, [4096, 32768] fp32 with a gradient of float32: 0.2804
-/// ms, and 0.2920 ms with one kernel for both.
+/// ms, with one kernel for both widths 0.2920 ms.
 template <bool kIsNarrow, typename T>
 void launch_plain_rows(const InPlace<T, false>& operation, bool follows_kernel, void* stream) {
   const std::int64_t row_bytes = operation.view().column_count * static_cast<std::int64_t>(sizeof(T));
@@ -209,7 +211,7 @@ void launch_plain_rows(const InPlace<T, false>& operation, bool follows_kernel, 
   run.template operator()<kMostInRegisters.threads, kMostInRegisters.vectors>();
 }
 
-/// Of a problem that is fused.
+/// Runs a problem for which stays_on_chip() is true.
 template <typename T>
 void in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context) {
   using A = Accumulator<T>;
@@ -253,7 +255,7 @@ void in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext&
                    context.stream);
 }
 
-/// The forward, then the backward over the logits.
+/// Runs the forward, then the backward over the logits.
 void in_two_passes(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context) {
   const InPlaceWorkspace workspace(problem);
   char* memory = static_cast<char*>(context.workspace.data);

@@ -1,4 +1,4 @@
-// The kernel of cross_entropy_in_place.cuh with options, in a file of its own because it is long to compile.
+// The kernel of cross_entropy_in_place.cuh with options, in a file of its own because it takes long to compile.
 #include "ops/cross_entropy/cross_entropy_in_place.cuh"
 
 namespace eaves::cuda {

@@ -1,6 +1,6 @@
-// Tensors beyond 2^31 elements: every index that would not survive 32 bits. Slow (gigabytes), so their names start
-// with Slow; they are skipped, with the reason, where memory is short. A CPU would take minutes for most of them, and
-// gets a few elements as far apart instead, in memory of which it touches little.
+// Tensors beyond 2^31 elements: every index that does not fit 32 bits. The tests need gigabytes, so their names start
+// with Slow; a test is skipped, with the reason, if memory is short. A CPU would take minutes for most of them: its
+// tensors have a few elements that are as far apart, and it touches little of their memory.
 #include <gtest/gtest.h>
 
 #include <bit>
@@ -29,8 +29,8 @@ struct LargeShape {
   TensorView view(const Memory& memory, Device device) const {
     return TensorView::strided(memory.data(), DType::bfloat16, shape, strides, device);
   }
-  /// Of logits and their gradient. Between elements that are far apart nothing is touched: there has to be room for
-  /// each tensor, but not for both.
+  /// The bytes of logits and their gradient. If elements are far apart, the memory between them is not touched, so one
+  /// tensor has to fit, not both.
   std::int64_t bytes() const { return (is_dense() ? 4 : 2) * span(); }
   void fill_with_zeros(const Memory& memory, Device device) const {
     const std::int64_t rows = is_dense() ? 1 : shape[0];
@@ -42,8 +42,8 @@ struct LargeShape {
   }
 };
 
-/// The logits are 0 everywhere (bytes of zeros) but for one of each of the first and the last row, at the end of the
-/// row: the last one lies beyond 2^31. It is the target of the last row; that of all others is class 0.
+/// The logits are 0 (bytes of zeros) except for the last class of the first row and of the last row, which lies beyond
+/// 2^31. The last class is the target of the last row; class 0 is the target of all other rows.
 void check_large(Device device, const LargeShape& large) {
   constexpr double kMarker = 12.0;
   constexpr std::uint16_t kMarkerBits = 0x4140;  // 12 in bfloat16
@@ -142,7 +142,7 @@ TEST_P(SlowCrossEntropy, ClassesSideBySideBeyond2To31Elements) {
 }
 
 TEST_P(SlowCrossEntropy, SoftTargetsBeyond2To31Elements) {
-  // The distribution is the logits' memory itself: 0 everywhere but for a 1 at the last class of the last row.
+  // The soft targets are the logits' memory itself: 0 except for a 1 at the last class of the last row.
   const LargeShape large = many_rows(device());
   const std::int64_t rows = large.shape[0];
   const std::int64_t columns = large.shape[1];

@@ -1,5 +1,5 @@
-// What the forwards of cross_entropy have in common: what a row has beside its logits, what is written for it, and the
-// way from the rows' losses to one.
+// Device code that the forwards of cross_entropy share: the target of a row, the outputs of a row, and the reduction of
+// the rows' losses to one.
 #pragma once
 
 #include "cuda/row_policy.h"
@@ -11,13 +11,13 @@ namespace eaves::cuda {
 
 using namespace cross_entropy_tensors;
 
-/// Where the results of rows go, each nullptr where not wanted: the outputs themselves, or with a reduced loss the
-/// workspace.
+/// The arrays for the results of rows: the outputs themselves, or arrays of the workspace if the loss is reduced.
+/// nullptr: not wanted.
 template <typename A>
 struct RowOutputs {
   A* loss;
   A* z_loss;
-  A* weight;  ///< what the row counts in a mean
+  A* weight;  ///< the row's part of the mean's divisor
   KeptLse lse;
   std::int64_t* argmax;
   A* entropy;
@@ -26,7 +26,7 @@ struct RowOutputs {
   A* target_mass;
 };
 
-/// How many per-row arrays of the workspace a reduced loss needs; RowOutputs has them in this order.
+/// A reduced loss needs this many per-row arrays in the workspace: the first members of RowOutputs, in their order.
 inline constexpr int kReducedArrays = 3;
 
 template <typename A>
@@ -47,7 +47,7 @@ RowOutputs<A> row_outputs(const LossOutputs& outputs, Reduction reduction, std::
           .target_mass = of(outputs.target_mass)};
 }
 
-/// Writes a row of `in`. `target` is its class, and `target_class` what is known of that class.
+/// Writes the results of a row. `target` is its class, `target_class` the logit and the weight of this class.
 template <typename T, typename View, typename A = Accumulator<T>>
 __device__ void write_row(const RowOutputs<A>& outputs, std::int64_t at, const ClassStatistics<A>& statistics,
                           std::int64_t target, const TargetClass<A>& target_class, const LossInputs<T, View>& in,
@@ -73,19 +73,19 @@ __device__ void write_row(const RowOutputs<A>& outputs, std::int64_t at, const C
   if (outputs.target_mass != nullptr) outputs.target_mass[at] = row.target_mass;
 }
 
-/// The rows' inputs and outputs, and when a row need not be read.
+/// The inputs and outputs of all rows. Ignored rows are read only if reads_ignored is set.
 template <typename T, typename View>
 struct LossRows {
   using A = Accumulator<T>;
 
   LossInputs<T, View> in;
   RowOutputs<A> outputs;
-  bool reads_ignored;  ///< not skips_ignored: kernels ask of a row whether it is read
+  bool reads_ignored;  ///< !skips_ignored
 
   __device__ bool is_read(std::int64_t target) const { return reads_ignored || !in.terms.is_ignored(target); }
 
-  /// Of a row's target, as loaded: two loads that depend on each other and are needed at the end of the row. Nothing is
-  /// computed from them before, so that nothing waits.
+  /// The target of a row and its logit, as loaded. The second load depends on the first, and both are needed only at
+  /// the end of the row: nothing is computed from them earlier, so that no thread waits for them.
   struct Prepared {
     std::int64_t target = 0;
     T logit{};
@@ -100,7 +100,7 @@ struct LossRows {
     if (!in.terms.is_in_range(target)) return prepared;
     const std::int64_t column = in.column_of_class(target);
     prepared.has_logit = column >= 0;
-    if (!prepared.has_logit) {  // another shard's
+    if (!prepared.has_logit) {  // another shard has the target
       prepared.weight = A(0);
       return prepared;
     }
@@ -114,14 +114,15 @@ struct LossRows {
     return prepare(in.target_at(at.of[kTargets]), at.of[kLogits]);
   }
 
-  /// Is the target checked before the vectors of a row, or of a piece of one, are loaded? Then those of an ignored row
-  /// are not read. H100, bf16, checked later and first: [4096, 32768] with half of the rows ignored 74 and 53 us,
-  /// with none 95.5 and 95.4; [1048576, 64] 93 and 68. Between the two limits it costs 2 to 10 %.
+  /// Is the target checked before the vectors of a row, or of a piece of it, are loaded? Then the vectors of an ignored
+  /// row are not read. H100, bf16, checked after and before the loads: [4096, 32768] with half of the rows ignored 74
+  /// and 53 us, with none 95.5 and 95.4; [1048576, 64] 93 and 68. Between the two limits a check before the loads costs
+  /// 2 to 10 %.
   __device__ bool checks_target_first(std::int64_t count) const {
     const std::int64_t bytes = count * std::int64_t{sizeof(T)};
     return bytes <= 256 || bytes >= kLongRowBytes;
   }
-  /// Is the row read? In thread 0 also fills in `prepared`.
+  /// Is the row read? Thread 0 also fills in `prepared`.
   template <typename Offsets>
   __device__ bool check_target(const Offsets& at, int thread, Prepared& prepared) const {
     const std::int64_t target = in.target_at(at.of[kTargets]);
@@ -152,7 +153,7 @@ struct LossSums {
   }
 };
 
-/// The losses of rows, written by the kernels before.
+/// The losses of rows that an earlier kernel has written.
 template <typename A>
 struct WrittenRows {
   const A* loss;
@@ -164,7 +165,7 @@ struct WrittenRows {
   }
 };
 
-/// Where the reduced loss goes.
+/// Writes the reduced loss and its divisor.
 template <typename A>
 struct ReducedOutputs {
   bool is_mean;
@@ -184,7 +185,7 @@ struct ReducedOutputs {
   }
 };
 
-/// The workspace of a call with a reduced loss: per-row arrays, partial sums, then whatever else the call needs.
+/// The workspace of a call with a reduced loss: per-row arrays, partial sums, then the other scratch of the call.
 struct LossWorkspace {
   std::size_t arrays_bytes = 0;
   std::size_t sums_bytes = 0;
@@ -204,7 +205,7 @@ struct LossWorkspace {
   void* other(void* workspace) const { return static_cast<char*>(workspace) + arrays_bytes + sums_bytes; }
 };
 
-/// After the rows: the reduced loss, where there is one.
+/// Reduces the losses of the rows, after they are written. Does nothing for Reduction::none.
 template <typename A>
 void reduce_losses(const char* op, const CrossEntropyInputs& inputs, const RowOutputs<A>& rows, const void* normalizer,
                    const LossOutputs& outputs, void* sums, void* stream) {
@@ -220,20 +221,20 @@ void reduce_losses(const char* op, const CrossEntropyInputs& inputs, const RowOu
 
 // ---- which reduction -----------------------------------------------------------------------------------------------
 
-/// PlainLoss is the reduction: the pass of logsumexp is enough.
+/// Is PlainLoss, the pass of logsumexp, enough for this call?
 inline bool suits_plain_loss(const CrossEntropyInputs& inputs) {
   return inputs.logits_dtype != DType::float64 && inputs.plan.needs_only_softmax();
 }
 
-/// The reduction of the rows with every option, cross_entropy_full_cuda.cu: of `statistics` of a shard, or else to
-/// `outputs`. The workspace holds full_workspace_bytes().
+/// Reduces the rows with every option: to `statistics` in a shard, otherwise to `outputs`. The workspace has at least
+/// full_workspace_bytes(). Defined in cross_entropy_full_cuda.cu.
 template <typename T>
 void reduce_full(const char* op, const CrossEntropyInputs& inputs, bool skips_ignored,
                  const RowOutputs<Accumulator<T>>& outputs, void* statistics, void* workspace, void* stream);
 std::size_t full_workspace_bytes(const CrossEntropyInputs& inputs);
 
-/// What reduce_full() does of contiguous rows that are not cut, if share_weights():
-/// cross_entropy_weighted_rows_cuda.cu.
+/// reduce_full() calls reduce_weighted() for contiguous rows that are not cut into pieces if share_weights() is true.
+/// Defined in cross_entropy_weighted_rows_cuda.cu.
 bool share_weights(const CrossEntropyInputs& inputs);
 template <typename T>
 void reduce_weighted(const char* op, const CrossEntropyInputs& inputs, bool skips_ignored,

@@ -1,4 +1,4 @@
-// The loss of a vocabulary in shards, from the statistics of all of them.
+// The loss of a vocabulary in shards, from the statistics of all shards.
 #include "core/dispatch.h"
 #include "cpu/parallel.h"
 #include "ops/cross_entropy/cross_entropy_results.h"
@@ -6,7 +6,7 @@
 namespace eaves::cpu {
 namespace {
 
-/// Of results in A, and statistics in S.
+/// Results are of type A, statistics of type S.
 template <typename A, typename S>
 void merge_of(const CrossEntropyMergeProblem& problem, const ExecutionContext& context) {
   const CrossEntropyInputs& inputs = problem.inputs;

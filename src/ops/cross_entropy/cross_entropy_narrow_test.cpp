@@ -1,6 +1,6 @@
-// A gradient of 16 bits over float32 logits: each row takes the first half of its own place, so that what is written
-// lies over logits that may not have been read yet. Values, canaries behind the rows, and whole calls, of the backward
-// and of forward_backward. What is refused is in cross_entropy_errors_test.cpp.
+// A gradient of 16 bits over float32 logits, in the first half of each row: a store may overwrite logits that have not
+// been read yet. The tests check values, canaries behind the rows, and whole calls of the backward and of
+// forward_backward. Refused arguments are in cross_entropy_errors_test.cpp.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -28,7 +28,7 @@ EAVES_EACH_DEVICE(CrossEntropyNarrow);
 
 double normal(std::int64_t i) { return 3.0 * random_normal(57, static_cast<std::uint64_t>(i)); }
 
-/// Rows that start on 16 bytes, `gap` vectors of 16 bytes apart or, with 0, as close as that allows.
+/// Rows that start on 16 bytes, with `gap` vectors of 16 bytes between them.
 Placement aligned_rows(std::int64_t columns, std::int64_t gap = 0) {
   return with_strides({((columns + 3) / 4 + gap) * 4, 1});
 }
@@ -42,7 +42,7 @@ CrossEntropyCase narrow_case(Device device, DType dtype, std::int64_t rows, std:
           .value = normal};
 }
 
-/// The case as it is, with each of its options alone, and with all of them.
+/// The case without options, with each option alone, and with all of them.
 std::vector<CrossEntropyCase> with_each_option(const CrossEntropyCase& plain) {
   std::vector<CrossEntropyCase> cases = {plain};
   CrossEntropyCase all = plain;
@@ -115,7 +115,7 @@ TEST_P(CrossEntropyNarrow, EveryOptionMatchesTheOracle) {
     plain.targets_placement = targets == DType::float32 ? contiguous_at(1) : Placement{};
     for (const CrossEntropyCase& test_case : with_each_option(plain)) {
       check_cross_entropy(test_case);
-      if (HasFailure()) return;  // one is enough to read
+      if (HasFailure()) return;  // one failure is enough to read
     }
   }
 }
@@ -127,7 +127,7 @@ TEST_P(CrossEntropyNarrow, LongRowsInPiecesMatchTheOracleWithEveryOption) {
 }
 
 TEST_P(CrossEntropyNarrow, ATargetMayBeAnyClass) {
-  // Its logit lies under the gradient of two other classes, which are written before its own or after it.
+  // The gradients of two other classes overwrite the target's logit, before or after its own gradient is written.
   constexpr std::int64_t kColumns = 300;
   for (const auto& [dtype, smoothing] : combine<DType, double>(kNarrowDtypes, {0.0, 0.1})) {
     CrossEntropyCase test_case = narrow_case(device(), dtype, kColumns, kColumns);
@@ -142,7 +142,7 @@ TEST_P(CrossEntropyNarrow, RowsMayLieInAnyOrderAndOnSeveralAxes) {
       {{5, 75}, with_strides({-80, 1})},                // backwards
       {{3, 4, 75}, with_strides({4 * 76, 76, 1})},      // axes that merge
       {{3, 4, 75}, with_strides({76, 3 * 76 + 4, 1})},  // axes that do not
-      {{1, 75}, with_strides({7, 1})},                  // nobody walks along that stride
+      {{1, 75}, with_strides({7, 1})},                  // the stride of an axis of size 1 is not used
       {{4, 1, 75}, with_strides({100, 3, 1})},
       {{75}, with_strides({1})},
   };
@@ -209,7 +209,7 @@ TEST_P(CrossEntropyNarrow, IgnoredRowsHaveNoGradientWhateverTheyHold) {
 TEST_P(CrossEntropyNarrow, WithoutRowsOrClassesThereIsNothingToWrite) {
   for (const auto& [shape, targets] :
        combine<Dims, DType>({Dims{0, 7}, Dims{3, 0}, Dims{0, 0}}, {DType::int64, DType::float32})) {
-    if (shape == Dims{3, 0} && targets == DType::int64) continue;  // refused: no class can be right
+    if (shape == Dims{3, 0} && targets == DType::int64) continue;  // refused: no target is legal
     for (const auto& [reduction, smoothing] : combine<Reduction, double>(kReductions, {0.0, 0.1})) {
       CrossEntropyCase test_case = narrow_case(device(), DType::bfloat16, 1, 1);
       test_case.shape = shape;
@@ -231,7 +231,8 @@ TensorView classes_of(TensorView view, std::int64_t first, std::int64_t size) {
   return view;
 }
 
-/// Moves the gradient of columns [first, first + size) from their own first half to where that of all classes has it.
+/// Moves the gradient of columns [first, first + size) from the first half of the shard's row to its place in the
+/// gradient of all classes.
 void gather_shard(const CrossEntropyRun& run, std::int64_t first, std::int64_t size) {
   const TensorView logits = run.grad_logits.host();
   for (std::int64_t row = 0; row < logits.shape[0]; ++row) {
@@ -321,7 +322,7 @@ TEST_F(CrossEntropyNarrowOnCpu, TheNumberOfThreadsAndAPoolOfTheCallerChangeNoBit
   }
 }
 
-/// Every class of every row: the float32 gradient rounded once is the narrow one.
+/// For every class of every row, the narrow gradient is the float32 gradient rounded once.
 template <typename T>
 void expect_rounded(const CrossEntropyRun& wide, const CrossEntropyRun& narrow) {
   for (std::int64_t row = 0; row < wide.test_case().shape[0]; ++row) {
@@ -346,7 +347,7 @@ TEST_F(CrossEntropyNarrowOnCpu, TheResultsAreThoseOfAGradientInFloat32AndWithOpt
       EXPECT_TRUE(narrow.results.equal(wide.results));
       EXPECT_TRUE(narrow.results_in_place.equal(wide.results_in_place));
       const CrossEntropyOptions& options = narrow_option.options;
-      // Otherwise the exponential is the shorter one of results of 16 bits.
+      // Without these options the exponential is the shorter one for results of 16 bits.
       if (options.label_smoothing == 0.0 && options.softcap == 0.0 && options.scale == 1.0) continue;
       dtype == DType::float16 ? expect_rounded<float16>(wide, narrow) : expect_rounded<bfloat16>(wide, narrow);
     }
@@ -357,7 +358,7 @@ class CrossEntropyNarrowOnGpu : public OnGpu {};
 
 TEST_F(CrossEntropyNarrowOnGpu, ACudaGraphReplaysIt) {
   for (const CrossEntropyCase& test_case : cases_of_every_kind(kCuda)) {
-    expect_replayed_by_a_graph<CrossEntropyRun>(test_case, description_of(test_case), 1);  // it overwrites its input
+    expect_replayed_by_a_graph<CrossEntropyRun>(test_case, description_of(test_case), 1);  // overwrites its input
   }
 }
 

@@ -1,5 +1,5 @@
-// cross_entropy over the grid of its options, each combination forward, backward and in place, and the derivative of
-// all of it by finite differences.
+// cross_entropy over the grid of its options: each combination forward, backward and in place, and the gradient with
+// every option against finite differences.
 #include <gtest/gtest.h>
 
 #include <optional>
@@ -28,7 +28,7 @@ struct Transform {
 };
 const std::vector<Transform> kTransforms = {{1.0, 0.0}, {0.37, 0.0}, {1.0, 5.0}, {2.0, 30.0}};
 
-/// The case as it is, and with each of its options alone, then with all of them.
+/// The case without options, with each option alone, and with all of them.
 std::vector<CrossEntropyCase> with_each_option(const CrossEntropyCase& plain) {
   std::vector<CrossEntropyCase> cases = {plain};
   CrossEntropyCase all = plain;
@@ -91,7 +91,7 @@ TEST_P(CrossEntropyOptionsTest, ManyCombinationsMatchTheOracle) {
     const bool is_soft = is_floating_point(targets);
     for (const std::optional<DType> weight :
          {std::optional<DType>(), std::optional(dtype), std::optional(DType::float32)}) {
-      if (weight == DType::float32 && dtype == DType::float32) continue;  // twice the same
+      if (weight == DType::float32 && dtype == DType::float32) continue;  // the same as the case before
       for (const auto& [transform, z_loss_weight, ignore_index] :
            combine<Transform, double, std::int64_t>(kTransforms, {0.0, 0.02}, {std::int64_t{-100}, std::int64_t{2}})) {
         if (is_soft && ignore_index != -100) continue;  // nothing is ignored
@@ -108,7 +108,7 @@ TEST_P(CrossEntropyOptionsTest, ManyCombinationsMatchTheOracle) {
                              .has_row_weight = reduction != Reduction::none && z_loss_weight != 0.0,
                              .wants_mean_logit = ignore_index == 2,
                              .value = normal});
-        if (HasFailure()) return;  // one is enough to read
+        if (HasFailure()) return;  // one failure is enough to read
       }
     }
   }
@@ -174,7 +174,7 @@ TEST_P(CrossEntropyOptionsTest, RowsThatAreIgnoredNeedNotBeRead) {
 }
 
 TEST_P(CrossEntropyOptionsTest, ASaturatedSoftcapHasASmallGradient) {
-  // of logits, in softcaps
+  // `size` is the size of the logits in softcaps
   for (const auto& [dtype, size] : combine<DType, double>(floating_point_dtypes(), {1.0, 4.0, 9.0, 50.0, 1e4})) {
     check_cross_entropy({.dtype = dtype,
                          .shape = {10, 200},
@@ -184,7 +184,7 @@ TEST_P(CrossEntropyOptionsTest, ASaturatedSoftcapHasASmallGradient) {
 }
 
 TEST_P(CrossEntropyOptionsTest, TheBackwardIsTheDerivativeOfTheForward) {
-  // Central differences in float64: the one test that knows nothing of the gradient's formula.
+  // Central differences in float64: the only test that does not use the formula of the gradient.
   constexpr std::int64_t kRows = 5;
   constexpr std::int64_t kClasses = 9;
   constexpr double kStep = 1e-6;
@@ -195,14 +195,14 @@ TEST_P(CrossEntropyOptionsTest, TheBackwardIsTheDerivativeOfTheForward) {
                                           .targets_dtype = targets,
                                           .value = normal})) {
       CrossEntropyCase test_case = option;
-      // Float64 beside a weight of float32 is tested elsewhere; smoothing of all of the mass only here.
+      // The grid tests float64 with a weight of float32; only this test has a smoothing of 1.
       if (test_case.options.label_smoothing > 0.0 && targets == DType::int64) test_case.options.label_smoothing = 1.0;
       SCOPED_TRACE(description_of(test_case));
       CrossEntropyRun run(test_case);
       cross_entropy_forward(run.forward_args());
       cross_entropy_backward(run.backward_args());
       run.grad_logits.download();
-      // L = sum of the outputs times what the backward is given for them.
+      // L = sum of the outputs times their upstream gradients.
       const auto objective = [&] {
         cross_entropy_forward(run.forward_args());
         for (const auto& named : run.results.all()) named.second->download();

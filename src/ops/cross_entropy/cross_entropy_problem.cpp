@@ -1,4 +1,5 @@
-// cross_entropy: is a call legal. Arguments become a problem in rows and columns; the backends never see a bad one.
+// Checks the arguments of cross_entropy and converts them to a problem in rows and columns. The backends get legal
+// problems only.
 #include "ops/cross_entropy/cross_entropy_problem.h"
 
 #include <string>
@@ -29,22 +30,22 @@ struct InputArgs {
   bool overwrites_logits = false;
 };
 
-/// Is it a gradient of 16 bits over float32 logits?
+/// Is `grad_logits` a gradient of 16 bits over float32 logits?
 bool is_narrower(const TensorView& grad_logits, const TensorView& logits) {
   return logits.dtype == DType::float32 && size_of(grad_logits.dtype) == 2 && grad_logits.data == logits.data;
 }
 
-/// Shape and device have been checked.
+/// The caller has checked shape and device.
 void check_narrow_gradient(const Argument& grad_logits, const TensorView& logits, int class_axis) {
   check::has_dtype(grad_logits, {DType::float16, DType::bfloat16}, "narrower than the float32 of `logits`");
   check::has_dtype({grad_logits.op, "logits", logits}, {DType::float32}, "`grad_logits` is narrower");
-  if (logits.element_count() == 0) return;  // its strides may be anything
+  if (logits.element_count() == 0) return;  // an empty tensor may have any strides
   const int rank = logits.shape.size();
   const auto is_aligned = [](std::uint64_t bytes) { return bytes % 16 == 0; };
   bool fits = grad_logits.view.data == logits.data && class_axis + 1 == (class_axis < 0 ? 0 : rank) && rank > 0 &&
               is_aligned(reinterpret_cast<std::uintptr_t>(logits.data));
   for (int axis = 0; fits && axis < rank; ++axis) {
-    if (logits.shape[axis] == 1 && axis + 1 < rank) continue;  // a stride along which there is no step
+    if (logits.shape[axis] == 1 && axis + 1 < rank) continue;  // the stride of an axis of size 1 does not matter
     const std::int64_t stride = logits.strides[axis];
     fits = axis + 1 == rank
                ? (stride == 1 || logits.shape[axis] <= 1) && grad_logits.view.strides[axis] == stride
@@ -60,15 +61,15 @@ void check_narrow_gradient(const Argument& grad_logits, const TensorView& logits
   }
 }
 
-/// Soft targets have to be as contiguous as the logits that they go with.
+/// Soft targets need unit stride along the classes, as the logits have.
 void check_narrow_layout(const CrossEntropyInputs& inputs, const Argument& targets) {
-  const bool is_empty = inputs.view.row_count == 0 || inputs.view.column_count == 0;  // then it has no layout
+  const bool is_empty = inputs.view.row_count == 0 || inputs.view.column_count == 0;  // an empty view has no layout
   if (is_empty || inputs.view.layout == RowLayout::contiguous) return;
   check::fail(targets, "are distributions with strides " + check::to_string(targets.view.strides) +
                            ", expected classes with unit stride (`grad_logits` is narrower than `logits`)");
 }
 
-/// `inputs` first: its row shape is read from `checked` before that is moved.
+/// `inputs` comes first: it reads the row shape from `checked` before `checked` is moved.
 struct CheckedInputs {
   CrossEntropyInputs inputs;
   LossArguments checked;
@@ -109,7 +110,7 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
     check::has_shape(targets, args.logits.shape, "soft targets: that of `logits`");
   } else {
     check::has_dtype(targets, {DType::int64, DType::int32}, "classes; or a floating-point type for soft targets");
-    if (args.targets.shape != checked.row_shape) {  // or the words would be made in every call
+    if (args.targets.shape != checked.row_shape) {  // has_shape() alone would build the text in every call
       check::has_shape(targets, checked.row_shape, checked.per_row_shape() + " " + check::to_string(args.logits.shape));
     }
   }
@@ -134,7 +135,7 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
                             std::to_string(args.first_class) + " + " + std::to_string(columns) +
                             ", expected a part of " + std::to_string(classes) + " classes");
   }
-  // No target can be right but ignore_index, and a GPU would tell of a wrong one by a NaN alone.
+  // Without classes only ignore_index is a legal target, and a GPU reports an illegal one by a NaN only.
   if (classes == 0 && !is_soft && args.targets.element_count() > 0) {
     check::fail(logits, "has shape " + check::to_string(args.logits.shape) + ", expected at least one class");
   }
@@ -204,7 +205,7 @@ CrossEntropyBackwardProblem make_problem(const CrossEntropyBackwardArgs& args) {
     check::has_dtype(grad_logits, {args.logits.dtype}, "that of `logits`");
   }
   check::is_valid({kBackward, "grad_loss", args.grad_loss});
-  // Over the logits themselves, or beside every input.
+  // The gradient may be written over the logits; otherwise it must not overlap any input.
   const bool is_in_place =
       is_narrow || (args.grad_logits.data == args.logits.data && args.grad_logits.strides == args.logits.strides);
 
@@ -293,7 +294,7 @@ CrossEntropyRescaleProblem make_problem(const CrossEntropyRescaleArgs& args) {
 
 namespace {
 
-/// On the CPU they may be wider than the results.
+/// On the CPU statistics may be float64 with float32 results.
 void check_statistics_dtype(const LossArguments& checked, const Argument& statistics) {
   const bool is_wider = checked.device.type == DeviceType::cpu && statistics.view.dtype == DType::float64;
   if (!is_wider) checked.has_result_dtype(statistics);

@@ -1,4 +1,4 @@
-// A call's arguments, checked, as the problem that a backend gets.
+// The checks of a call's arguments, and their conversion to the problem that a backend gets.
 #pragma once
 
 #include "ops/cross_entropy/cross_entropy_backend.h"

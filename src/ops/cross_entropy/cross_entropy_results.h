@@ -1,4 +1,4 @@
-// What the CPU computes of whole rows, in float64: the divisor of the mean, and the outputs.
+// The divisor of the mean and the outputs of rows on the CPU, computed in float64.
 #pragma once
 
 #include <cmath>
@@ -19,20 +19,20 @@ inline double weight_at(const CrossEntropyInputs& inputs, std::int64_t column) {
   return inputs.weight.data == nullptr ? 1.0 : number_at(inputs.weight, column);
 }
 
-/// Of the row whose number is `index` in the order of the per-row tensors.
+/// The weight r of a row. `index` counts the rows in the order of the per-row tensors.
 inline double row_weight_at(const CrossEntropyInputs& inputs, std::int64_t index) {
   return inputs.row_weight == nullptr ? 1.0
                                       : number_at({inputs.row_weight, accumulator_dtype(inputs.logits_dtype)}, index);
 }
 
-/// In the order of `values`, whatever the layout of the logits was.
+/// Adds in the order of `values`, so that the sum does not depend on the layout of the logits.
 inline double sum_in_order(const std::vector<double>& values) {
   double sum = 0.0;
   for (const double value : values) sum += value;
   return sum;
 }
 
-/// What the mean divides by.
+/// The divisor of the mean.
 inline double divisor_of(const CrossEntropyInputs& inputs, const void* normalizer) {
   if (normalizer != nullptr) return number_at({normalizer, accumulator_dtype(inputs.logits_dtype)}, 0);
   std::vector<double> weights(static_cast<std::size_t>(inputs.view.row_count));
@@ -49,7 +49,7 @@ inline double divisor_of(const CrossEntropyInputs& inputs, const void* normalize
   return divisor_of_sum(sum_in_order(weights));
 }
 
-/// Takes the losses of the rows, in any order and from many threads, and writes everything that was asked for.
+/// Takes the losses of the rows, in any order and from many threads, and writes the outputs that the caller wants.
 class Results {
  public:
   Results(const CrossEntropyInputs& inputs, const LossOutputs& outputs)
@@ -62,14 +62,15 @@ class Results {
     if (outputs.z_loss != nullptr) z_losses_.resize(losses_.size());
   }
 
-  /// `index` counts the rows as the per-row tensors do. Of a row that is not read both are empty.
+  /// `index` counts the rows in the order of the per-row tensors. A row that is not read has default-constructed `row`
+  /// and `statistics`.
   void store(std::int64_t index, const RowLoss<double>& row, const ClassStatistics<double>& statistics) {
     write_lse(index, row.lse);
     if (outputs_.entropy != nullptr) write(outputs_.entropy, index, entropy_of(statistics));
     if (outputs_.sum_sq != nullptr) write(outputs_.sum_sq, index, sum_sq_of(statistics));
     if (outputs_.mean_logit != nullptr) write(outputs_.mean_logit, index, mean_logit_of(statistics, classes_));
     write(outputs_.target_mass, index, row.target_mass);
-    // A row of nothing but NaN has no largest logit.
+    // A row with only NaN has no largest logit.
     if (outputs_.argmax != nullptr) outputs_.argmax[index] = statistics.best < classes_ ? statistics.best : 0;
     if (reduction_ == Reduction::none) {
       write(outputs_.loss, index, row.loss);
@@ -80,7 +81,7 @@ class Results {
     }
   }
 
-  /// After all rows. `divisor` is that of the mean; 0 where the rows have no weight at all.
+  /// Call after all rows. `divisor` is the divisor of the mean; 0 if the rows' weights add up to 0.
   void finish(double divisor, bool has_normalizer) const {
     if (reduction_ == Reduction::none) return;
     const auto reduce = [&](const std::vector<double>& values) {
@@ -120,7 +121,7 @@ inline double divisor_if_mean(const CrossEntropyInputs& inputs, const void* norm
   return inputs.options.reduction == Reduction::mean ? divisor_of(inputs, normalizer) : 1.0;
 }
 
-/// dL/d(unweighted loss) of the row whose tensors lie at `at`; without numbers 1.
+/// dL/d(unweighted loss) of the row at the offsets `at`. grad_loss without data is 1.
 template <typename Offsets>
 double grad_of_row(const CrossEntropyInputs& inputs, const TypedNumbers& grad_loss, const Offsets& at, double divisor) {
   const double gradient = grad_loss.data == nullptr ? 1.0 : number_at(grad_loss, at.of[kGradLoss]);

@@ -20,7 +20,7 @@ namespace HWY_NAMESPACE {
 namespace {
 
 struct RowStatistics : ClassStatistics<double> {
-  double largest = -infinity<double>();  ///< z' itself: softmax.max may lag behind
+  double largest = -infinity<double>();  ///< the largest z'; softmax.max may lag behind it
 };
 
 RowStatistics merge(const RowStatistics& a, const RowStatistics& b) {
@@ -38,7 +38,7 @@ double derivative_of(double logit, const Terms& terms) {
   return terms.scale * 4.0 * e / ((1.0 + e) * (1.0 + e));
 }
 
-/// z' of a block, as accumulators; `to` may be `z`.
+/// Computes z' of a block of accumulators; `to` may be `z`.
 template <typename A>
 void transform_block(const A* z, std::int64_t count, const Terms& terms, A* to, A* derivative) {
   const A scale = static_cast<A>(terms.scale);
@@ -47,12 +47,12 @@ void transform_block(const A* z, std::int64_t count, const Terms& terms, A* to, 
   if (terms.scale != 1.0) scale_block(to, count, scale);
 }
 
-/// The logits of a call, of element type T, and all that its rows are computed from.
+/// The logits of a call, of element type T, and the other inputs of its rows.
 template <typename T>
 class Rows {
  public:
   using A = Accumulator<T>;
-  static constexpr std::int64_t kBlocks = 2;  // a block's logits, weights and derivatives have to fit L1 together
+  static constexpr std::int64_t kBlocks = 2;  // half of block_size(): logits, weights and derivatives share L1
 
   explicit Rows(const CrossEntropyInputs& inputs) : inputs_(inputs), terms_(inputs) {}
 
@@ -73,13 +73,14 @@ class Rows {
     return result;
   }
 
-  /// Column of the target, or -1 where these logits do not have it.
+  /// The column of the target, or -1 if these logits do not have it.
   std::int64_t target_column(const Row& row) const {
     const std::int64_t column = row.target - terms_.first_class;
     const bool is_here = !terms_.is_soft && !row.is_ignored && column >= 0 && column < view().column_count;
     return is_here ? column : -1;
   }
-  /// As the loops over all classes compute it: of a class that is almost certain, lse - z' is small, and not negative.
+  /// z' and dz'/dz of one logit, by the code of the loops over all classes: lse - z' of an almost certain class is then
+  /// small, and not negative.
   Transformed logit(const Row& row, std::int64_t column) const {
     HWY_ALIGN A z[hn::MaxLanes(Tag<A>())] = {};
     z[0] = load_as_accumulator(logits().data[row.at.of[kLogits] + view().columns.offsets(column).of[kLogits]]);
@@ -95,12 +96,13 @@ class Rows {
 
   static std::int64_t block() { return block_size<A>() / kBlocks; }
 
-  /// Accumulators of z of columns [begin, begin + count): `to`, or where they lie.
+  /// The logits of columns [begin, begin + count) as accumulators: in `to`, or the tensor itself if it needs no
+  /// conversion.
   const A* read_logits(const Row& row, std::int64_t begin, std::int64_t count, A* to) const {
     return read<T>(logits().data + row.at.of[kLogits], kLogits, begin, count, to);
   }
 
-  /// u of ClassStatistics, where it is not 1.
+  /// u of ClassStatistics for columns [begin, begin + count), if it is not 1.
   const A* read_factors(const Row& row, std::int64_t begin, std::int64_t count, Block<A>& to, Block<A>& extra) const {
     if (!terms_.is_soft) return read_weights(begin, count, to.elements);
     const std::int64_t first = row.at.of[kSoftTargets];
@@ -120,7 +122,7 @@ class Rows {
   }
 
  private:
-  /// Columns of any element type as accumulators of T.
+  /// Reads columns of any element type as accumulators of T.
   template <typename S>
   const A* read(const S* row, int tensor, std::int64_t begin, std::int64_t count, A* to) const {
     if (view().layout != RowLayout::contiguous) {
@@ -132,7 +134,7 @@ class Rows {
   template <typename S>
   static const A* read_contiguous(const S* from, std::int64_t count, A* to) {
     if constexpr (std::is_same_v<S, A>) {
-      // Vectors beyond the end are read, and must exist.
+      // The caller reads whole vectors, so an incomplete last vector is copied to a buffer that has all of it.
       if (count % static_cast<std::int64_t>(hn::Lanes(Tag<A>())) == 0) return from;
       std::copy_n(from, count, to);
     } else if constexpr (std::is_same_v<Accumulator<S>, A>) {
@@ -153,13 +155,13 @@ class Rows {
   Terms terms_;
 };
 
-/// Adds columns [column, column + count), at most a block, to the statistics of a row, as far as the plan asks for
-/// them. `z` are their logits; `buffer`, which may be `z`, is overwritten.
+/// Adds columns [column, column + count), at most a block, to the statistics of a row that the plan needs. `z` holds
+/// their logits; `buffer`, which may be `z`, is overwritten.
 template <typename T>
 void add_with_options(const Rows<T>& rows, const typename Rows<T>::Row& row, std::int64_t column, std::int64_t count,
                       const Accumulator<T>* z, Accumulator<T>* buffer, RowStatistics& state) {
   using A = Accumulator<T>;
-  constexpr A kRise = A(4);  // of the largest element over the anchor, before the anchor follows
+  constexpr A kRise = A(4);  // the anchor follows the largest element after this rise
   static_assert(kRise <= A(kSoftmaxSlack));
   const Terms& terms = rows.terms();
   const LossPlan& plan = rows.inputs().plan;
@@ -190,7 +192,7 @@ void add_with_options(const Rows<T>& rows, const typename Rows<T>::Row& row, std
   }
   if (plan.has_logit_sum) {
     Block<A> factors, extra;
-    // Differences from the anchor keep the digits of logits that are all far from 0.
+    // Sums of differences from the anchor keep the digits of logits that are all far from 0.
     const A* u = plan.has_factors ? rows.read_factors(row, column, count, factors, extra) : nullptr;
     if (u == nullptr) {
       block.factor_sum = static_cast<double>(count);
@@ -218,8 +220,8 @@ RowStatistics reduce_with_options(const Rows<T>& rows, const ColumnPiece& piece)
   return state;
 }
 
-/// The statistics of the rows of a tile: turned a few columns of a pack of rows at a time, so that each line of memory
-/// is read once and not once for each of its rows.
+/// The statistics of the rows of a tile. A few columns of a pack of rows are transposed at a time, so that each cache
+/// line is read once and not once for each of its rows.
 template <typename T, typename IsSkipped>
 void reduce_tile_with_options(const Rows<T>& rows, const Tiles<T>& tiles, const ColumnPiece& piece,
                               IsSkipped&& is_skipped, RowStatistics* states) {
@@ -253,8 +255,8 @@ void reduce_tile_with_options(const Rows<T>& rows, const Tiles<T>& tiles, const 
   }
 }
 
-/// Calls `store(row, statistics)` for every row, from many threads. Those of ignored rows are any numbers where
-/// `skips_ignored` is set.
+/// Calls `store(row, statistics)` for every row, from many threads. If `skips_ignored` is set, the statistics of
+/// ignored rows are arbitrary.
 template <typename T, typename Store>
 void reduce_rows(const Rows<T>& rows, bool skips_ignored, const ExecutionContext& context, Store&& store) {
   const CrossEntropyView& view = rows.view();
@@ -293,7 +295,7 @@ void reduce_rows(const Rows<T>& rows, bool skips_ignored, const ExecutionContext
       [&](std::int64_t row, const RowState* state) { store_softmax(row, *state); });
 }
 
-/// The results of a row whose statistics are known.
+/// The results of a row from its statistics.
 template <typename T>
 RowLoss<double> loss_of(const Rows<T>& rows, const typename Rows<T>::Row& row, const RowStatistics& statistics,
                         bool skips_ignored) {

@@ -1,4 +1,5 @@
-// The two halves of a forward over shards of the vocabulary: the statistics of a shard, and the loss from those of all.
+// The two halves of a forward over shards of the vocabulary: the statistics of a shard, and the loss from the
+// statistics of all shards.
 #include "core/dispatch.h"
 #include "cuda/device.h"
 #include "ops/cross_entropy/cross_entropy_backend.h"
@@ -11,7 +12,7 @@ namespace {
 constexpr const char* kShardForward = "cross_entropy_shard_forward";
 constexpr const char* kMerge = "cross_entropy_merge";
 
-/// A thread a row: merges what the shards have of it, in their order.
+/// One thread for each row merges the statistics of the shards, in the order of the shards.
 template <typename A, typename View>
 __global__ void __launch_bounds__(128) merge_shards(LossInputs<A, View> in, const A* statistics, std::int64_t shards,
                                                     bool reads_ignored, RowOutputs<A> outputs) {

@@ -1,5 +1,5 @@
-// A vocabulary in shards: the statistics of each, their merging, and the backward of each shard with the global lse,
-// against the oracle of the whole.
+// A vocabulary in shards: the statistics of each shard, their merging, and the backward of each shard with the global
+// lse, against the oracle of the whole vocabulary.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -28,7 +28,7 @@ TensorView part_of(TensorView view, int axis, std::int64_t first, std::int64_t s
   return view;
 }
 
-/// Shards, merge and backward in place of forward and backward, over the buffers of `run`.
+/// Runs shards, merge and backward instead of forward and backward, over the buffers of `run`.
 void run_in_shards(CrossEntropyRun& run, const std::vector<std::int64_t>& sizes) {
   const CrossEntropyCase& test_case = run.test_case();
   const CrossEntropyForwardArgs whole = run.forward_args();
@@ -112,7 +112,7 @@ void check_shards(CrossEntropyCase test_case, const std::vector<std::int64_t>& s
   comparison.compare();
 }
 
-/// Ways to cut `classes`, uneven ones.
+/// Uneven ways to cut `classes`.
 std::vector<std::vector<std::int64_t>> cuts_of(std::int64_t classes) {
   return {{classes},
           {classes / 3, classes - classes / 3},
@@ -225,7 +225,7 @@ TEST_P(CrossEntropyShards, AShardMayHoldNothingButMinusInfinityAndALargestLogitM
                                    },
                                .target = [](std::int64_t row) { return 500.0 + static_cast<double>(row); }};
     check_shards(test_case, sizes);
-    // Far apart: the sums of all shards but one vanish.
+    // Logits far apart: the sums of all shards but one vanish.
     test_case.value = [](std::int64_t i) { return static_cast<double>(i % 1000) * 3.0; };
     check_shards(test_case, sizes);
   }

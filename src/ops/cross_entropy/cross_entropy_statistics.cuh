@@ -1,5 +1,5 @@
-// What a thread knows of a row's logits while it walks along the row: statistics that elements and batches of vectors
-// are taken into.
+// The statistics that a thread accumulates while it walks along a row, and the functions that add single logits and
+// batches of vectors to them.
 #pragma once
 
 #include "cuda/vector.cuh"
@@ -14,7 +14,7 @@ struct MergeStatistics {
   }
 };
 
-/// reduce_lanes() for statistics, in fewer steps: the maxima first, one rescaling, then the sums.
+/// reduce_lanes() for ClassStatistics in fewer steps: it reduces the maxima, rescales once, and then adds the sums.
 template <int kLanes, typename A>
 __device__ ClassStatistics<A> reduce_lanes(const ClassStatistics<A>& state, MergeStatistics merge) {
   const auto over_lanes = [](auto value, auto combine) {
@@ -28,7 +28,7 @@ __device__ ClassStatistics<A> reduce_lanes(const ClassStatistics<A>& state, Merg
   const auto add = [](A a, A b) { return a + b; };
   ClassStatistics<A> result;
   result.softmax.max = over_lanes(state.softmax.max, larger);
-  // Moved to the common maximum by merging with an empty set that has it.
+  // Merging with an empty set that has the common maximum rescales the sums to it.
   const ClassStatistics<A> moved = merge(state, {.softmax = {result.softmax.max, A(0)}});
   result.softmax.sum = over_lanes(moved.softmax.sum, add);
   result.moment = over_lanes(moved.moment, add);
@@ -41,24 +41,25 @@ __device__ ClassStatistics<A> reduce_lanes(const ClassStatistics<A>& state, Merg
   return result;
 }
 
-/// ClassStatistics on the way, with exponents as the exponential takes them. Without kHasSquare, `square` stays 0.
+/// ClassStatistics before finished(): exponents are in units of kUnit. Without kHasSquare, `square` stays 0.
 template <typename A, bool kHasSquare>
 struct RunningStatistics {
-  A anchor_logit = -infinity<A>();  ///< one of the logits, of which none has a z' / kUnit more than kAnchorSlack above
+  A anchor_logit = -infinity<A>();  ///< one of the logits; no other z' / kUnit is more than kAnchorSlack above its own
   A anchor = -infinity<A>();        ///< its z' / kUnit
-  A sum = A(0);                     ///< of e^(kUnit * d) with d = z' / kUnit - anchor
-  A lost = A(0);                    ///< by the roundings of `sum` in add_logit(), until settle()
-  A moment = A(0);                  ///< of e^(kUnit * d) * d
-  A square = A(0);                  ///< of e^(2 * kUnit * d)
-  A logit_sum = A(0);               ///< of u * z' / kUnit with a softcap, of u * z without
-  A factor_sum = A(0);              ///< of u
+  A sum = A(0);                     ///< sum of e^(kUnit * d) with d = z' / kUnit - anchor
+  A lost = A(0);                    ///< the rounding errors of `sum` in add_logit(), until settle()
+  A moment = A(0);                  ///< sum of e^(kUnit * d) * d
+  A square = A(0);                  ///< sum of e^(2 * kUnit * d)
+  A logit_sum = A(0);               ///< sum of u * z' / kUnit with a softcap, of u * z without
+  A factor_sum = A(0);              ///< sum of u
   A best_value = -infinity<A>();    ///< the largest z that is not NaN
-  std::int64_t best = kNoClass;     ///< its class, where it is wanted
+  std::int64_t best = kNoClass;     ///< its class, if argmax is wanted
 
-  /// Adds what `sum` has lost: beside a term of 1, up to half a step for each element that add_logit() takes. A loop of
-  /// elements ends with it, so that loops over vectors need no register for `lost`.
+  /// Adds the rounding errors back to `sum`: beside a term of 1, up to half a unit in the last place for each element
+  /// that add_logit() takes. Every loop over elements ends with this call, so that loops over vectors need no register
+  /// for `lost`.
   __device__ void settle() {
-    if (lost - lost == A(0)) sum += lost;  // beside an infinite sum it is NaN
+    if (lost - lost == A(0)) sum += lost;  // beside an infinite sum `lost` is NaN
     lost = A(0);
   }
 
@@ -66,7 +67,8 @@ struct RunningStatistics {
   __device__ A exponent(A z, const LossTerms<A>& terms) const {
     const Transformed<A> transformed = transformed_in_units(z, terms);
     if (fabs(anchor) < A(kCommonAnchor)) return fma(transformed.value, transformed.factor, -anchor);
-    // Beside a large anchor the roundings of products are large too, and inf - inf would be NaN.
+    // Products are as large as a large anchor, and so are their rounding errors: the logits are subtracted first, if
+    // that is not inf - inf.
     if (terms.softcap == A(0) && fabs(anchor_logit) < infinity<A>()) {
       return product(z - anchor_logit, terms.scale_in_units);
     }
@@ -74,22 +76,24 @@ struct RunningStatistics {
   }
 };
 
-/// Makes a logit the anchor. Must be worth it: what one lane of a warp does, all wait for.
+/// Makes a logit the anchor. Callers do so only if it is needed: when one lane raises its anchor, its whole warp waits.
 template <typename A, bool kHasSquare>
 __device__ void raise_anchor(RunningStatistics<A, kHasSquare>& s, A z, const LossTerms<A>& terms) {
   const Transformed<A> transformed = transformed_in_units(z, terms);
   const A anchor = transformed.rounded();
-  if (!(anchor > s.anchor) && !(z > s.anchor_logit)) return;  // a NaN, or -infinity
-  if (s.sum != A(0)) {                                        // the anchor of nothing may be any number
-    // Terms beside a common anchor are relative to it as it was rounded; beside a large one, without a softcap, to the
-    // product before. exponent() is of the old kind; from large to common the new anchor's rounding is added.
+  if (!(anchor > s.anchor) && !(z > s.anchor_logit)) return;  // z is a NaN or -infinity
+  if (s.sum != A(0)) {                                        // an empty sum needs no rescaling
+    // With a common anchor (below kCommonAnchor) terms are relative to the rounded anchor; with a large anchor and no
+    // softcap, to the exact product anchor_logit * scale_in_units. exponent() still refers to the old anchor, so a
+    // change from large to common adds the rounding error of the new one.
     const bool was_common = fabs(s.anchor) < A(kCommonAnchor);
     const bool is_common = fabs(anchor) < A(kCommonAnchor);
     A shift = was_common && is_common ? s.anchor - anchor : -s.exponent(z, terms);
     if (!was_common && is_common && terms.softcap == A(0)) shift += fma(transformed.value, transformed.factor, -anchor);
     const A scale = power(shift);
     s.settle();
-    s.moment = scale == A(0) ? A(0) : fma(s.sum, shift, s.moment) * scale;  // the shift may be infinite
+    // The shift may be infinite, and infinity * 0 is NaN.
+    s.moment = scale == A(0) ? A(0) : fma(s.sum, shift, s.moment) * scale;
     s.sum *= scale;
     if constexpr (kHasSquare) s.square *= scale * scale;
   }
@@ -97,7 +101,7 @@ __device__ void raise_anchor(RunningStatistics<A, kHasSquare>& s, A z, const Los
   s.anchor_logit = z;
 }
 
-/// Takes one logit. `u` as in ClassStatistics. settle() or finished() has to follow.
+/// Adds one logit; ClassStatistics defines `u`. The caller calls settle() or finished() afterwards.
 template <typename A, bool kHasSquare>
 __device__ void add_logit(RunningStatistics<A, kHasSquare>& s, A z, A u, std::int64_t column,
                           const LossTerms<A>& terms) {
@@ -112,15 +116,15 @@ __device__ void add_logit(RunningStatistics<A, kHasSquare>& s, A z, A u, std::in
   const A sum = s.sum + term;
   s.lost += fmin(s.sum, term) - (sum - larger);
   s.sum = sum;
-  // 0 * -infinity must be 0; what fmax() does to a NaN, the exponential undoes.
+  // fmax(), because 0 * -infinity must be 0. It replaces a NaN exponent, but then `term` is NaN, and so is the moment.
   s.moment = fma(term, fmax(exponent, A(-1e30)), s.moment);
   if constexpr (kHasSquare) s.square = fma(term, term, s.square);
   const A value = terms.softcap == A(0) ? z : transformed_in_units(z, terms).rounded();
-  s.logit_sum += u == A(0) ? A(0) : u * value;  // 0 * -infinity
+  s.logit_sum += u == A(0) ? A(0) : u * value;  // 0 * -infinity would be NaN
   s.factor_sum += u;
 }
 
-/// The sum of the factors of a vector.
+/// The sum of the factors u of a vector.
 template <int kSize>
 __device__ float total_of(const float (&u)[kSize]) {
   float total = u[0];
@@ -129,8 +133,8 @@ __device__ float total_of(const float (&u)[kSize]) {
   return total;
 }
 
-/// The first of the elements of a batch that equals `value`, which is one of them, as a column. H100, [4096, 32768]
-/// bf16 with argmax: 101 us, by a select for each element 103.
+/// The column of the first element of a batch that equals `value`, which is one of the elements. H100, [4096, 32768]
+/// bf16 with argmax: 101 us, with a select for each element 103 us.
 template <typename T, int kVectors>
 __device__ std::int64_t first_column_equal_to(const Vector<T> (&batch)[kVectors], Accumulator<T> value,
                                               std::int64_t first, int step) {
@@ -140,7 +144,7 @@ __device__ std::int64_t first_column_equal_to(const Vector<T> (&batch)[kVectors]
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const std::uint32_t words[4] = {batch[v].words.x, batch[v].words.y, batch[v].words.z, batch[v].words.w};
-    std::uint32_t halves = 0;  // elements 0, 2, ... and, 16 bits further, 1, 3, ...
+    std::uint32_t halves = 0;  // bit i of an even element i, bit 16 + i of an odd one
     if constexpr (sizeof(T) == 2) {
       const std::uint32_t both = pack<T>({value, value}).words.x;
 #pragma unroll
@@ -157,17 +161,17 @@ __device__ std::int64_t first_column_equal_to(const Vector<T> (&batch)[kVectors]
   return first + found / kSize * step + found % kSize;
 }
 
-/// What u of ClassStatistics is: no statistic needs it, 1, or loaded. H200, [4096, 32768] bf16 with argmax: 0.092 ms,
-/// and 0.097 ms where none is taken for 1.
+/// u of ClassStatistics: not needed by any statistic, 1, or loaded. H200, [4096, 32768] bf16 with argmax: 0.092 ms;
+/// 0.097 ms if `none` is treated as `one`.
 enum class Factors { none, one, loaded };
 
-/// try_add_batch() for an anchor that is not to be raised any more. kIsSmall: all logits are in the polynomial's range.
+/// try_add_batch() after the anchor has been raised. kIsSmall: all logits are in the range of the softcap's polynomial.
 template <bool kIsCapped, bool kIsSmall, Factors kFactors, bool kHasSquare, typename T, int kVectors,
           typename LoadFactors>
 __device__ bool add_at_anchor(RunningStatistics<float, kHasSquare>& s, const Vector<T> (&batch)[kVectors],
                               const LossTerms<float>& terms, bool has_moment, LoadFactors load_factors) {
   constexpr int kSize = Vector<T>::kSize;
-  // Two sums of each kind, which do not wait for each other.
+  // Two sums of each kind, so that consecutive additions do not wait for each other.
   float sums[2] = {};
   float moments[2] = {};
   float logit_sums[2] = {};
@@ -211,10 +215,10 @@ __device__ bool add_at_anchor(RunningStatistics<float, kHasSquare>& s, const Vec
   return true;
 }
 
-/// Takes whole vectors without a branch between their elements: their columns are first, first + step, ... and the
-/// following. `load_factors(v, u)` fills in u of vector v, where they are loaded, and returns its sum. Returns false,
-/// and has taken nothing but the maximum, which may be taken twice, where it cannot: an infinite or large anchor, an
-/// extreme softcap, 0 * infinity in a sum.
+/// Adds whole vectors without a branch between their elements. Vector v starts at column first + v * step. With
+/// Factors::loaded, `load_factors(v, u)` loads u of vector v and returns its sum. Returns false if the batch needs the
+/// slower add_logit(): the anchor is infinite or large, the softcap is extreme, or a sum has 0 * infinity. Then only
+/// the maximum has been taken, and taking it a second time is harmless.
 template <bool kIsCapped, Factors kFactors, bool kHasSquare, typename T, int kVectors, typename LoadFactors>
 __device__ bool try_add_batch(RunningStatistics<float, kHasSquare>& s, const Vector<T> (&batch)[kVectors],
                               std::int64_t first, int step, const LossTerms<float>& terms, const LossPlan& plan,
@@ -234,7 +238,7 @@ __device__ bool try_add_batch(RunningStatistics<float, kHasSquare>& s, const Vec
   return add.template operator()<false>();
 }
 
-/// What was taken, as it is merged.
+/// The statistics in the form that merge() takes, relative to the largest z'.
 template <typename A, bool kHasSquare>
 __device__ ClassStatistics<A> finished(RunningStatistics<A, kHasSquare> s, const LossTerms<A>& terms) {
   s.settle();
@@ -246,22 +250,24 @@ __device__ ClassStatistics<A> finished(RunningStatistics<A, kHasSquare> s, const
   result.softmax = {s.anchor, s.sum};
   result.moment = s.moment * kUnit<A>;
   result.square = s.square;
-  // An infinite anchor, or none: there is nothing to move. (With finite logits, a product may be infinite.)
+  // Sums relative to an infinite anchor, or to none, cannot be moved. Without a softcap the test is on the logit,
+  // because the product of a finite logit may be infinite.
   const A finite = terms.softcap == A(0) ? s.anchor_logit : s.anchor;
   if (!(fabs(finite) < infinity<A>())) {
     result.softmax.max = finite;
     return result;
   }
-  // From the anchor to the largest z'. Both are rounded; without their difference in one rounding, a sum of one large
-  // term would not be 1.
+  // The shift from the anchor to the largest z', with one rounding. The difference of two rounded numbers would make
+  // the sum of a single large term differ from 1.
   const A shift = s.exponent(s.best_value, terms);
-  // Not power(-shift): the largest term is power(shift), so that the error of the approximate exponential cancels.
+  // 1 / power(shift), not power(-shift): the largest term is power(shift), so the error of the approximate exponential
+  // cancels.
   const A scale = A(1) / power(shift);
   result.softmax = {transformed(s.best_value, terms), s.sum * scale};
-  // Rounded as the moment of a single term is: it becomes 0.
+  // product() rounds like the moment of a single term, so that the moment of a single term becomes 0.
   result.moment = (s.moment - product(s.sum, shift)) * scale * kUnit<A>;
   if constexpr (kHasSquare) result.square = s.square * scale * scale;
-  if (result.softmax.max == infinity<A>()) result.softmax.sum = result.square = infinity<A>();  // beyond all numbers
+  if (result.softmax.max == infinity<A>()) result.softmax.sum = result.square = infinity<A>();  // z' has overflowed
   return result;
 }
 

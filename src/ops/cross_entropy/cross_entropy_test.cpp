@@ -1,8 +1,11 @@
-// cross_entropy against its oracle, on every device: row lengths and layouts, with a few options each. The grid of
-// options is in cross_entropy_options_test.cpp, infinities, ignored rows and targets out of range in
-// cross_entropy_edges_test.cpp, a vocabulary in shards in cross_entropy_shards_test.cpp, calls rather than values in
-// cross_entropy_calls_test.cpp, arguments that are refused in cross_entropy_errors_test.cpp, tensors beyond 2^31
-// elements in cross_entropy_large_test.cpp.
+// cross_entropy against its oracle, on every device: row lengths and layouts, with a few options each. Other tests:
+//
+//   cross_entropy_options_test.cpp   the grid of options
+//   cross_entropy_edges_test.cpp     infinities, ignored rows, targets out of range
+//   cross_entropy_shards_test.cpp    a vocabulary in shards
+//   cross_entropy_calls_test.cpp     workspaces, threads, streams, graphs
+//   cross_entropy_errors_test.cpp    refused arguments
+//   cross_entropy_large_test.cpp     tensors beyond 2^31 elements
 #include "eaves/cross_entropy.h"
 
 #include <gtest/gtest.h>
@@ -20,14 +23,14 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 class CrossEntropy : public OnEachDevice {};
 EAVES_EACH_DEVICE(CrossEntropy);
 
-/// Logits as a model has them: a few classes carry most of the probability.
+/// Logits like a model's: a few classes carry most of the probability.
 double normal(std::int64_t i) { return 3.0 * random_normal(7, static_cast<std::uint64_t>(i)); }
 
-/// Everything that a row's statistics and gradient may consist of.
+/// Every term of a row's statistics and gradient.
 const CrossEntropyOptions kEveryOption = {
     .reduction = Reduction::none, .label_smoothing = 0.1, .scale = 0.5, .softcap = 20.0, .z_loss_weight = 1e-3};
 
-/// The three ways of saying what is right: what follows a shape in most tests here.
+/// The kinds of targets and options that most tests here take for each shape.
 struct Kind {
   DType targets;
   CrossEntropyOptions options;
@@ -57,7 +60,8 @@ TEST_P(CrossEntropy, RowsOfEveryLengthMatchTheOracle) {
     int number = 0;
     for (const RowLength& length : row_lengths()) {
       SCOPED_TRACE(length.reason);
-      // 1: no row, or every other row, starts on 16 bytes. Each kind meets both, at alternate lengths.
+      // With a misalignment of 1 no row, or every other row, starts on 16 bytes. Each kind gets both, at alternate
+      // lengths.
       const std::int64_t misalignment = ++number % 2;
       CrossEntropyCase plain = make_case(dtype, {5, length.columns}, -1, kPlain);
       plain.logits_placement = plain.grad_logits_placement = contiguous_at(misalignment);
@@ -89,7 +93,7 @@ TEST_P(CrossEntropy, FewLongRowsMatchTheOracle) {
     SCOPED_TRACE(rows.reason);
     const Dims shape = {rows.rows, rows.columns};
     check_cross_entropy(make_case(DType::bfloat16, shape, 1, kPlain));
-    // The oracle takes a second for a few million classes: less of the larger shapes.
+    // The oracle takes a second for a few million classes: the larger shapes get fewer rows.
     if (rows.rows > 100) continue;
     const Dims fewer = {std::min<std::int64_t>(rows.rows, 3), rows.columns};
     check_cross_entropy(make_case(DType::float32, fewer, 1, kEverything));
@@ -104,7 +108,7 @@ TEST_P(CrossEntropy, ManyShortRowsMatchTheOracle) {
 }
 
 TEST_P(CrossEntropy, TheMeanCountsWhatManyRowsWeigh) {
-  // In place a GPU adds that up before the rows: 8 at a time in each of 512 threads.
+  // In place a GPU adds up the divisor before the rows: 8 at a time in each of 512 threads.
   for (const std::int64_t rows : {4096, 5003}) {
     CrossEntropyCase test_case = make_case(DType::bfloat16, {rows, 33}, 1, kPlain);
     test_case.weight_dtype = DType::float32;
@@ -130,7 +134,7 @@ TEST_P(CrossEntropy, EveryClassAxisMatchesTheOracle) {
     for (const auto& [dtype, kind] : combine<DType, Kind>(floating_point_dtypes(), {kPlain, kEverything, kSoft})) {
       CrossEntropyCase test_case = make_case(dtype, shape, axis, kind);
       check_cross_entropy(test_case);
-      // The same with the axes of logits turned around in memory, and with a gradient that lies differently.
+      // The same with the axes of logits in reverse order in memory, and with a gradient of another layout.
       test_case.logits_placement = with_strides({1, 3, 12, 60});
       check_cross_entropy(test_case);
       test_case.grad_logits_placement = with_strides({1, 3, 12, 60});
@@ -142,7 +146,7 @@ TEST_P(CrossEntropy, EveryClassAxisMatchesTheOracle) {
 TEST_P(CrossEntropy, ClassesThatAreNotTheLastAxisAreReadInPlaceOfTheirStrides) {
   for (const RowsAcross& c : rows_across()) {
     SCOPED_TRACE(c.reason);
-    // Every dtype and every kind, not every pair: these are large.
+    // Every dtype and every kind, but not every pair, because the shapes are large.
     const std::pair<DType, Kind> pairs[] = {{DType::bfloat16, kPlain},
                                             {DType::bfloat16, kEverything},
                                             {DType::bfloat16, kSoft},
@@ -189,7 +193,7 @@ TEST_P(CrossEntropy, TargetsAreReadByTheirStrides) {
       test_case.targets_placement = with_strides(strides, 1);
       check_cross_entropy(test_case);
     }
-    // Rows side by side.
+    // Neighbours in memory belong to different rows.
     CrossEntropyCase test_case = make_case(DType::bfloat16, {300, 5, 8}, 0, kPlain);
     test_case.targets_dtype = targets;
     test_case.targets_placement = with_strides({strides[0], strides[1]}, 1);
@@ -226,7 +230,7 @@ TEST_P(CrossEntropy, AnUpstreamGradientMayBeExpandedStridedOrHave16Bits) {
 }
 
 TEST_P(CrossEntropy, LongRowsThatStartWithMinusInfinityKeepTheirTail) {
-  // The first pieces, batches or blocks of a row have nothing finite in them.
+  // The first pieces, batches or blocks of a row contain no finite logit.
   for (const DType dtype : {DType::bfloat16, DType::float32}) {
     CrossEntropyCase test_case = make_case(dtype, {2, 200003}, 1, kPlain);
     test_case.value = [](std::int64_t i) { return i % 200003 < 190000 ? -kInfinity : normal(i); };
@@ -244,7 +248,7 @@ TEST_P(CrossEntropy, HugeLogitsDoNotOverflow) {
       test_case.target = [](std::int64_t row) { return row == 0 ? 4321.0 : 17.0; };
       check_cross_entropy(test_case);
     }
-    // Growing: every logit raises the maximum by more than an exponential can hold.
+    // Every logit raises the maximum so far that the exponential of the difference overflows float32.
     CrossEntropyCase test_case = make_case(dtype, {2, 600}, 1, kPlain);
     test_case.value = [](std::int64_t i) { return 100.0 * static_cast<double>(i % 600) - 30000.0; };
     check_cross_entropy(test_case);
@@ -264,7 +268,7 @@ TEST_P(CrossEntropy, LargeLogitsOfEitherSignMatchTheOracle) {
 }
 
 TEST_P(CrossEntropy, MaximaThatRiseLateAreFollowedInEveryLayout) {
-  // Each quarter of a row raises the maximum, by less and by more than any kernel lets it lag behind.
+  // Each quarter of a row raises the maximum, by less and by more than the slack of any kernel.
   for (const auto& [step, dtype, columns] : combine<double, DType, std::int64_t>(
            {3.0, 6.0, 25.0, 70.0}, {DType::bfloat16, DType::float32, DType::float64}, {128, 6000})) {
     const auto rising = [=](std::int64_t column) { return step * static_cast<double>(4 * column / columns); };
@@ -281,7 +285,7 @@ TEST_P(CrossEntropy, MaximaThatRiseLateAreFollowedInEveryLayout) {
 }
 
 TEST_P(CrossEntropy, MaskedLogitsOfAnySizeChangeNothing) {
-  // What a mask adds differs between codebases; a row may start with many of them.
+  // Codebases mask with different numbers; a row may start with many masked classes.
   for (const auto& [mask, dtype, axis] :
        combine<double, DType, int>({-1e4, -1e7, -3e8, -1e9, -1e12, -1e25, -3e38, -kInfinity},
                                    {DType::bfloat16, DType::float32, DType::float64}, {1, 0})) {
@@ -379,8 +383,8 @@ TEST_P(CrossEntropy, InPlaceAnAbsentUpstreamGradientIsOne) {
 }
 
 TEST_P(CrossEntropy, RowsThatShareTheirWeightsMatchTheOracle) {
-  // A GPU takes them two at a time where there are enough: an odd number, with elements behind the last vector, of more
-  // batches than are on their way at once.
+  // A GPU takes two rows at a time if there are enough: here an odd number of rows, with elements behind the last
+  // vector, and more batches than the ring holds.
   const std::int64_t rows = device().type == DeviceType::cuda ? 301 : 5;
   struct Case {
     DType dtype;
@@ -403,7 +407,7 @@ TEST_P(CrossEntropy, RowsThatShareTheirWeightsMatchTheOracle) {
 }
 
 TEST_P(CrossEntropy, ExtremeScalesAndSoftcapsMatchTheOracle) {
-  // A softcap that is large means none; factors whose powers are no numbers of float32 are still factors.
+  // A huge softcap has no effect. A scale and a softcap work even if float32 cannot represent their powers.
   for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
     for (const auto& [scale, softcap] : std::vector<std::pair<double, double>>{
              {1.0, 1e4}, {1.0, 1e9}, {1.0, 1e30}, {1.0, 3e38}, {1e-4, 1.0}, {1e4, 1.0}, {1e8, 30.0}, {1e-9, 1e-8}}) {
@@ -432,7 +436,7 @@ TEST_P(CrossEntropy, AScaledLogitBeyondAllNumbersIsInfinite) {
 }
 
 TEST_P(CrossEntropy, InPlaceLongRowsMatchTheOracle) {
-  // A GPU keeps them in pieces, each block of a cluster one.
+  // A GPU keeps such a row in pieces, one in each block of a cluster.
   struct Case {
     DType dtype;
     std::int64_t columns;
@@ -460,7 +464,7 @@ TEST_P(CrossEntropy, InPlaceLongRowsMatchTheOracle) {
     test_case.grad_logits_placement = contiguous_at(c.misalignment);
     test_case.has_normalizer = c.misalignment == 1;
     if (c.kind != &kSoft) {
-      // The targets are the elements that a cluster treats apart: the first of a row and its last.
+      // The targets are the elements that a cluster treats apart: the first and the last of a row.
       test_case.target = [=](std::int64_t row) {
         return row == 0   ? static_cast<double>(c.columns - 1)
                : row == 1 ? static_cast<double>(CrossEntropyOptions{}.ignore_index)
@@ -529,7 +533,7 @@ TEST_P(CrossEntropy, AGradientIsRescaledWhereTheUpstreamGradientIsKnownLater) {
 }
 
 TEST_P(CrossEntropy, RowsThatAreRescaledByOneKeepTheirBits) {
-  // NaN among them, with a payload that no product would keep.
+  // The gradient has NaN with a payload that a product would not keep.
   for (const Dims& shape : {Dims{4, 40}, Dims{4, 9001}}) {
     TestTensor gradient(device(), DType::float32, shape);
     gradient.fill([](std::int64_t i) { return i % 5 == 2 ? std::nan("123") : normal(i); });

@@ -1,5 +1,5 @@
-// One call of cross_entropy in a test: what goes in, its buffers between canaries, and the comparison of the forward,
-// the backward, and both at once in place with the oracle.
+// One call of cross_entropy in a test: its inputs, its buffers between canaries, and the comparison of the forward, the
+// backward and forward_backward with the oracle.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -28,40 +28,40 @@ namespace eaves::testing {
 struct CrossEntropyCase {
   Device device = device_of_test();
   DType dtype = DType::float32;
-  std::optional<DType> narrow_dtype = {};  ///< of the gradients, over float32 logits: over copies of `logits`
+  std::optional<DType> narrow_dtype = {};  ///< of the gradients, which overwrite copies of the float32 `logits`
   Dims shape = {};
   int class_axis = -1;
   CrossEntropyOptions options = {};
   DType targets_dtype = DType::int64;         ///< a floating-point type: soft targets
   std::optional<DType> weight_dtype = {};     ///< no weights unless given
-  std::optional<DType> grad_loss_dtype = {};  ///< that of the loss unless given
+  std::optional<DType> grad_loss_dtype = {};  ///< the dtype of the loss unless given
   bool has_row_weight = false;
-  bool has_normalizer = false;  ///< with the mean
+  bool has_normalizer = false;  ///< used with the mean
   bool skips_ignored = false;
   bool has_grad_lse = false;
   bool has_grad_entropy = false;
   bool wants_all_of_row = true;        ///< argmax, entropy and sum_sq among the outputs
   bool wants_sum_sq_in_place = false;  ///< sum_sq in place as well; a GPU then takes two passes
   bool wants_mean_logit = false;
-  bool has_split_lse = false;  ///< lse is kept as two numbers
-  bool runs_in_place = true;   ///< forward_backward too; not over logits that share memory
+  bool has_split_lse = false;  ///< lse is written as two numbers
+  bool runs_in_place = true;   ///< forward_backward too; not possible if logits share memory
   Placement logits_placement = {};
   Placement targets_placement = {};
   Placement grad_loss_placement = {};
   Placement grad_logits_placement = {};
   std::function<double(std::int64_t)> value;        ///< of element i of logits, in row-major order
-  std::function<double(std::int64_t)> target = {};  ///< likewise of targets; absent: any class, every fifth row ignored
+  std::function<double(std::int64_t)> target = {};  ///< of element i of targets; absent: any class, every fifth ignored
   std::function<double(std::int64_t)> weight = {};  ///< of class v; absent: 0.25 to 1.75, and 0 for every seventh
 };
 
-/// The gradient of `dtype` over float32 logits: each row in the first half of its place.
+/// The view of a gradient of `dtype` over float32 logits: each gradient row takes the first half of the row.
 inline TensorView narrow_view_of(TensorView logits, DType dtype) {
   logits.dtype = dtype;
   for (int axis = 0; axis + 1 < logits.strides.size(); ++axis) logits.strides[axis] *= 2;
   return logits;
 }
 
-/// The buffers of one call: forward, backward, and forward_backward with results of its own.
+/// The buffers of one call: forward, backward, and forward_backward with separate results.
 class CrossEntropyRun {
  public:
   explicit CrossEntropyRun(const CrossEntropyCase& test_case)
@@ -122,7 +122,7 @@ class CrossEntropyRun {
             .grad_logits = case_.narrow_dtype ? gradient_of(in_place.view()) : TensorView{}};
   }
 
-  /// Where the gradient lies in `grad_logits` or `in_place`.
+  /// The view of the gradient in `grad_logits` or `in_place`.
   TensorView gradient_of(const TensorView& view) const {
     return case_.narrow_dtype ? narrow_view_of(view, *case_.narrow_dtype) : view;
   }
@@ -141,13 +141,13 @@ class CrossEntropyRun {
     launch(context);
     download();
   }
-  /// Puts back the logits that the calls in place have overwritten.
+  /// Restores the logits that the calls in place have overwritten.
   void restore() {
     if (case_.runs_in_place) in_place.copy_from(logits);
     if (case_.narrow_dtype) grad_logits.copy_from(logits);
   }
 
-  /// Bit by bit.
+  /// Are all results equal bit by bit?
   bool results_equal(const CrossEntropyRun& other) const {
     return results.equal(other.results) && results_in_place.equal(other.results_in_place) &&
            gradients_equal(grad_logits, other.grad_logits) && gradients_equal(in_place, other.in_place);
@@ -178,7 +178,7 @@ class CrossEntropyRun {
   }
 
  private:
-  /// Bit by bit. What is behind a narrow row is undefined.
+  /// Are the gradients equal bit by bit? The bytes behind a narrow row are undefined and not compared.
   bool gradients_equal(const TestTensor& one, const TestTensor& other) const {
     if (!case_.narrow_dtype || one.view().shape != case_.shape) return one.bytes() == other.bytes();
     const auto row = [&](const TestTensor& tensor, std::int64_t i) {
@@ -219,7 +219,7 @@ class CrossEntropyRun {
   TestTensor logits, targets, weight, row_weight, normalizer, grad_loss, grad_lse, grad_entropy, grad_logits, in_place;
 };
 
-/// The worst errors of one call, as shares of what testing/tolerance.h allows.
+/// The worst errors of one call, as shares of the errors that testing/tolerance.h allows.
 struct CrossEntropyShares : CrossEntropyResultShares {
   double gradient = 0.0;
   double in_place = 0.0;
@@ -231,7 +231,7 @@ struct CrossEntropyShares : CrossEntropyResultShares {
   }
 };
 
-/// Compares what a run has downloaded with the oracle.
+/// Compares the downloaded results of a run with the oracle.
 class CrossEntropyComparison {
  public:
   explicit CrossEntropyComparison(CrossEntropyRun& run)
@@ -240,7 +240,7 @@ class CrossEntropyComparison {
         gradient_dtype_(run.test_case().narrow_dtype.value_or(run.test_case().dtype)),
         compare_results_(accumulator_dtype(run.test_case().dtype), args_.options, shares) {}
 
-  /// Fails with the first result that is not within the contract, and looks no further.
+  /// Fails with the first result outside of the contract, and compares no more.
   void compare() {
     if (!compare_rows() || !compare_sums(run_.results, "")) return;
     if (run_.test_case().runs_in_place) compare_sums(run_.results_in_place, ", in place");
@@ -280,7 +280,8 @@ class CrossEntropyComparison {
     return compare_results_.compare_sums(results, sums_, divisor, how);
   }
 
-  /// The backward is judged by the entropy and the divisor that it was given, and by an lse that was rounded.
+  /// The oracle of the backward takes the backward's own inputs: the forward's entropy and divisor, and its rounded
+  /// lse.
   bool compare_backward(const reference::CrossEntropyRow& row, std::int64_t i, const std::string& of_row) {
     const CrossEntropyCase& test_case = run_.test_case();
     const CrossEntropyResults& results = run_.results;
@@ -297,8 +298,8 @@ class CrossEntropyComparison {
     return text.empty();
   }
 
-  /// In place the backward may use the lse that is written, or what that was before it was rounded; with the rounding
-  /// of a sum in between, in float32.
+  /// In place the gradient may come from the lse as written, or from the lse before its rounding; in float32 also from
+  /// a sum that was rounded in between.
   bool compare_in_place(const reference::CrossEntropyRow& row, std::int64_t i, const std::string& of_row) {
     const CrossEntropyResults& results = run_.results_in_place;
     const reference::CrossEntropyUpstream written{.loss = grad_loss(results, i), .lse_minus_anchor = results.lse_of(i)};
@@ -328,7 +329,7 @@ class CrossEntropyComparison {
     return (is_narrow ? allowed_narrow_error : allowed_error)(gradient_dtype_, exact, scale);
   }
 
-  /// Empty, or a sentence on the first element that is not within the contract; then `share` is as it was.
+  /// Empty, or a sentence on the first element outside of the contract; then `share` is unchanged.
   std::string compare_gradient(const TestTensor& gradient, const reference::CrossEntropyRow& row, std::int64_t i,
                                const reference::CrossEntropyUpstream& upstream, double& share) const {
     const reference::CrossEntropyGradient exact = reference::cross_entropy_gradient(row, args_.options, upstream);
@@ -336,7 +337,7 @@ class CrossEntropyComparison {
     const std::vector<double> actual = reference::elements_along(view, run_.class_axis(), i);
     double worst = share;
     for (std::size_t v = 0; v < actual.size(); ++v) {
-      // Nothing is put into words before it has to be: there are millions of these.
+      // The text of a failure is built only for a failure: there are millions of elements.
       const double error = std::abs(actual[v] - exact.values[v]);
       if (error == 0.0) continue;
       const double allowed = allowed_gradient_error(exact.values[v], exact.scale);
@@ -374,8 +375,8 @@ inline std::string description_of(const CrossEntropyCase& c) {
   return text;
 }
 
-/// Runs everything and compares every element with the oracle, and every byte around them with its canary; on a GPU
-/// also without the outputs that have kernels of their own.
+/// Runs all calls, and compares every element with the oracle and every byte around the elements with its canary. On a
+/// GPU it does so again without the outputs that have kernels of their own.
 inline CrossEntropyShares check_cross_entropy(const CrossEntropyCase& test_case) {
   return check_with_and_without_all_of_row(test_case, [](const CrossEntropyCase& one) {
     SCOPED_TRACE(description_of(one));

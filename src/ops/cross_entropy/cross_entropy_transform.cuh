@@ -1,9 +1,10 @@
-// What becomes of a logit z on a GPU, for all kernels: z' = scale * z, or with a soft cap softcap * tanh(to_tanh * z)
-// with to_tanh = scale / softcap. Two tanh:
+// The transform of a logit z on a GPU, for all kernels: z' = scale * z, or with a softcap z' = softcap * tanh(to_tanh *
+// z) with to_tanh = scale / softcap. There are two tanh:
 //
-//   capped()               a relative error of 3e-7: of logits in memory, with any soft cap (LossTerms)
-//   tanh_and_derivative()  an error of 2.4e-7 of 1, in fewer instructions: of logits on the head's fused path, with a
-//                          soft cap of at most 50 (FastTransform; in the product cuda/sm90/exp_product.cuh)
+//   capped()               relative error 3e-7; for logits in memory, with any softcap (LossTerms)
+//   tanh_and_derivative()  absolute error 2.4e-7, fewer instructions; for logits on the fused path of
+//                          linear_cross_entropy, with a softcap of at most 50 (FastTransform, and
+//                          cuda/sm90/exp_product.cuh in the matrix product)
 #pragma once
 
 #include <algorithm>
@@ -16,7 +17,7 @@ namespace eaves::cuda {
 
 // ---- exponents -----------------------------------------------------------------------------------------------------
 
-/// What exponents are counted in: log(2) for float32, as its exponential takes them.
+/// The unit of exponents: log(2) for float32, because its exponential computes 2^x.
 template <typename A>
 inline constexpr A kUnit = A(1);
 template <>
@@ -26,11 +27,11 @@ inline constexpr float kUnit<float> = 0.693147180559945309f;
 __device__ inline float power(float x) { return exp2_approximate(x); }
 __device__ inline double power(double x) { return ::exp(x); }
 
-/// How far the anchor of a row's exponents may lag behind its logits. Less would be more work, and more would cost
-/// accuracy: exponents below 4 are known to 2^-23.
+/// How far z' / kUnit may exceed the anchor of a row. A smaller slack raises the anchor more often; a larger one costs
+/// accuracy: exponents below 4 are accurate to 2^-23.
 inline constexpr double kAnchorSlack = 3.0;
 
-/// a * b, rounded by itself, whatever happens to it afterwards.
+/// a * b with its own rounding: the compiler cannot contract it with an addition.
 __device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double product(double a, double b) { return __dmul_rn(a, b); }
 
@@ -38,10 +39,11 @@ inline constexpr double kLog2EExact = std::numbers::log2e;
 
 // ---- logits in memory ----------------------------------------------------------------------------------------------
 
-/// Up to kSmallTanh a polynomial, which needs no special function; beyond, 1 - 2 / (e^2|x| + 1). Relative error 3e-7.
+/// tanh(x) is a polynomial, without special functions, for |x| <= kSmallTanh, and 1 - 2 / (e^2|x| + 1) beyond. Relative
+/// error 3e-7.
 inline constexpr float kSmallTanh = 0.625f;
-/// tanh(x) / x as a polynomial of x^2: a relative error of 4e-9 for |x| <= kSmallTanh, fitted by weighted least
-/// squares; 1e-7 with the roundings.
+/// tanh(x) / x for |x| <= kSmallTanh as a polynomial in x^2, fitted by weighted least squares. Relative error 4e-9;
+/// 1e-7 with rounding.
 inline constexpr int kTanhDegree = 5;
 EAVES_HOST_DEVICE constexpr float tanh_coefficient(int i) {
   constexpr float kCoefficients[kTanhDegree + 1] = {0x1p+0f,         -0x1.555524p-2f, 0x1.11058p-3f,
@@ -49,19 +51,19 @@ EAVES_HOST_DEVICE constexpr float tanh_coefficient(int i) {
   return kCoefficients[i];
 }
 
-/// The options as kernels compute with them. The factors of the softcap's polynomial are put into its coefficients, and
-/// those are read from the kernel's arguments.
+/// The options of a call with the constants of the transform. The coefficients of the softcap's polynomial include the
+/// softcap and the powers of to_tanh; kernels read them from their arguments.
 template <typename A>
 struct LossTerms : CrossEntropyTerms<A> {
-  A scale_in_units;                      ///< scale / kUnit
-  A slack_of_logits;                     ///< between two logits z' / kUnit differs by at most kAnchorSlack
-  A softcap_in_units = A(0);             ///< softcap / kUnit; this and the following only with a softcap
-  A per_softcap = A(0);                  ///< 1 / softcap_in_units
-  A per_softcap_squared = A(0);          ///< its square
-  A to_tanh = A(0);                      ///< scale / softcap
-  A doubled_in_units = A(0);             ///< 2 * to_tanh / kUnit
-  A small_logit = A(-1);                 ///< up to which the polynomial below serves; below 0: never
-  A coefficients[kTanhDegree + 1] = {};  ///< of z' / kUnit / z, for z^2
+  A scale_in_units;              ///< scale / kUnit
+  A slack_of_logits;             ///< logits that differ by this have z' / kUnit that differ by at most kAnchorSlack
+  A softcap_in_units = A(0);     ///< softcap / kUnit; set only with a softcap, like all members below
+  A per_softcap = A(0);          ///< 1 / softcap_in_units
+  A per_softcap_squared = A(0);  ///< per_softcap^2
+  A to_tanh = A(0);              ///< scale / softcap
+  A doubled_in_units = A(0);     ///< 2 * to_tanh / kUnit
+  A small_logit = A(-1);         ///< the largest |z| for the polynomial below; negative: none
+  A coefficients[kTanhDegree + 1] = {};  ///< of z' / kUnit / z as a polynomial in z^2
 
   explicit LossTerms(const CrossEntropyInputs& inputs)
       : CrossEntropyTerms<A>(inputs),
@@ -73,10 +75,10 @@ struct LossTerms : CrossEntropyTerms<A> {
     softcap_in_units = static_cast<A>(exact_softcap);
     per_softcap = static_cast<A>(1.0 / exact_softcap);
     per_softcap_squared = static_cast<A>(1.0 / (exact_softcap * exact_softcap));
-    constexpr double kMost = 3e38;  // 0 * infinity would be NaN
+    constexpr double kMost = 3e38;  // not infinity: 0 * infinity would be NaN
     to_tanh = static_cast<A>(std::min(exact_to_tanh, kMost));
     doubled_in_units = static_cast<A>(std::min(2.0 * exact_to_tanh / kUnit<A>, kMost));
-    // The powers of an extreme factor are no numbers of float32.
+    // The powers of an extreme factor are out of float32's range.
     if (exact_to_tanh < 1e-3 || exact_to_tanh > 1e3 || exact_softcap < 1e-6 || exact_softcap > 1e6) return;
     double power = exact_softcap * exact_to_tanh;
     for (int i = 0; i <= kTanhDegree; ++i, power *= exact_to_tanh * exact_to_tanh) {
@@ -86,7 +88,7 @@ struct LossTerms : CrossEntropyTerms<A> {
   }
 };
 
-/// z' / kUnit / z of a logit of at most `small_logit`.
+/// z' / kUnit / z for |z| <= small_logit.
 __device__ inline float small_slope(float z, const LossTerms<float>& terms) {
   const float square = z * z;
   float p = terms.coefficients[kTanhDegree];
@@ -95,7 +97,7 @@ __device__ inline float small_slope(float z, const LossTerms<float>& terms) {
   return p;
 }
 
-/// z' / kUnit of a logit, as a product that is taken together with a difference: one rounding instead of two.
+/// z' / kUnit = value * factor, not yet multiplied: fma(value, factor, -anchor) has one rounding instead of two.
 template <typename A>
 struct Transformed {
   A value;
@@ -104,8 +106,8 @@ struct Transformed {
   __device__ A rounded() const { return product(value, factor); }
 };
 
-/// Of a capped logit; and d tanh(x) / dx = 1 - tanh(x)^2 with x = to_tanh * z, without cancellation. Without a branch
-/// where the factor is usual: small_logit is not below 0.
+/// z' / kUnit with a softcap. `derivative` gets d tanh(x) / dx = 1 - tanh(x)^2 with x = to_tanh * z, without
+/// cancellation. kHasUsualFactor: small_logit is not negative, so that no branch is needed.
 template <bool kHasUsualFactor>
 __device__ Transformed<float> capped(float z, const LossTerms<float>& terms, float* derivative = nullptr) {
   const float complement = __fdividef(2.0f, power(fabsf(z * terms.doubled_in_units)) + 1.0f);  // 1 - |tanh|
@@ -136,15 +138,15 @@ __device__ Transformed<double> capped(double z, const LossTerms<double>& terms, 
   return {::tanh(z * terms.to_tanh), terms.softcap_in_units};
 }
 
-/// Of any logit.
+/// z' / kUnit with or without a softcap.
 template <typename A>
 __device__ Transformed<A> transformed_in_units(A z, const LossTerms<A>& terms) {
   if (terms.softcap == A(0)) return {z, terms.scale_in_units};
   return capped<false>(z, terms);
 }
 
-/// z' of any logit, rounded. The loss takes the difference of the largest z' and the target's: the same logit has to
-/// give the same number.
+/// z' of any logit, rounded. The loss subtracts the target's z' from the largest z', so equal logits have to give equal
+/// numbers.
 template <typename A>
 __device__ A transformed(A z, const LossTerms<A>& terms) {
   if (terms.softcap == A(0)) return product(z, terms.scale);
@@ -153,13 +155,13 @@ __device__ A transformed(A z, const LossTerms<A>& terms) {
 
 // ---- the fused path of linear_cross_entropy ------------------------------------------------------------------------
 
-/// By tanh_and_derivative(): z' = outer * inner with inner = z, or tanh(z * to_tanh).
+/// z' = outer * inner with inner = z, or tanh(z * to_tanh) by tanh_and_derivative().
 struct FastTransform {
-  float to_tanh = 0.0f;  ///< scale / softcap; 0: no soft cap
-  float outer;           ///< the scale, or the soft cap
-  float factor;          ///< of t: outer * log2(e)
-  double stretch;        ///< factor / (outer * log2(e)): what its rounding does to exponents
-  float scale;           ///< dz'/dz, but for the derivative of tanh
+  float to_tanh = 0.0f;  ///< scale / softcap; 0: no softcap
+  float outer;           ///< scale, or softcap
+  float factor;          ///< outer * log2(e), the factor of exponents t
+  double stretch;        ///< factor / (outer * log2(e)): the relative error of `factor`, which exponents inherit
+  float scale;           ///< dz'/dz without the derivative of tanh
 
   explicit FastTransform(const CrossEntropyOptions& options) : scale(static_cast<float>(options.scale)) {
     const bool is_capped = options.softcap != 0.0;
@@ -177,10 +179,10 @@ struct FastTransform {
   __device__ float derivative(float z) const {
     return to_tanh == 0.0f ? 1.0f : tanh_and_derivative(z * to_tanh).derivative;
   }
-  /// z * factor - shift, with one rounding where there is no soft cap, as in the product.
+  /// t = inner * factor - shift; with one rounding if there is no softcap, as in cuda/sm90/exp_product.cuh.
   __device__ float exponent_above(float z, float shift) const { return fmaf(inner(z), factor, -shift); }
 
-  /// (z' - lse) * log2(e) - t.
+  /// (z' - lse) * log2(e) - t, the same for all classes of a row.
   __device__ float rest_of(float shift, const SplitLse<float>& lse) const {
     return static_cast<float>((double(shift) / stretch - double(lse.high) * kLog2EExact) -
                               double(lse.low) * kLog2EExact);

@@ -1,6 +1,6 @@
-// Label smoothing over weighted classes: a block takes two rows at a time, so that it loads each weight once for both.
-// The weights of every row by itself would be as many bytes from L2 as the logits. H200, [4096, 131072] bf16 with
-// weights, smoothing, softcap and entropy: 0.456 ms, by the reduction of cross_entropy_full.cuh 0.530 ms.
+// Label smoothing over weighted classes: a block takes two rows at a time and loads each weight once for both. With one
+// row at a time, L2 would deliver as many bytes of weights as of logits. H200, [4096, 131072] bf16 with weights,
+// smoothing, softcap and entropy: 0.456 ms, by the reduction of cross_entropy_full.cuh 0.530 ms.
 #include <algorithm>
 
 #include "cuda/launch.cuh"
@@ -11,11 +11,11 @@
 namespace eaves::cuda {
 namespace {
 
-// H100, [4096, 32768] bf16 with smoothing over weights: 114 us, 256 threads, 4 slots and 3 blocks 131.
+// H100, [4096, 32768] bf16 with smoothing over weights: 114 us, with 256 threads, 4 slots and 3 blocks 131.
 constexpr int kRows = 2;     // of a block
-constexpr int kVectors = 2;  // of each of them, that a thread takes at a time; the kernel is written for 2
+constexpr int kVectors = 2;  // of each row, for a thread at a time; the kernel is written for 2
 constexpr int kThreads = 128;
-constexpr int kSlots = 3;                    // for batches, of which all but one are on their way
+constexpr int kSlots = 3;                    // for batches: all but one are being loaded
 constexpr int kBlocks = 8;                   // of a multiprocessor
 constexpr std::int64_t kFewestBytes = 8192;  // of a row: two batches of all threads
 
@@ -35,12 +35,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const Vector<T>* next[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    // Rows behind the last are copies of it, and are not written.
+    // A missing second row is a copy of the last row, and is not written.
     logits[r] = in.logits + in.view.rows.offsets(first_row + min(r, row_count - 1)).of[kLogits];
     next[r] = reinterpret_cast<const Vector<T>*>(logits[r]) + threadIdx.x;
   }
-  // A ring of batches of all rows, in each the vectors of one row after those of the other. What is not there is not
-  // copied.
+  // A ring of batches. Each batch holds the vectors of one row, then the vectors of the other; vectors beyond the end
+  // of a row are not copied.
   extern __shared__ uint4 storage[];
   Ring<T> ring(storage);
   const int vectors = static_cast<int>(in.view.column_count / kSize);
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         for (int i = 0; i < kSize; ++i) u[i] = weights[v][i];
         return masses[v];
       };
-      // What is refused is read from memory once more, so that its loop need not be unrolled.
+      // The elements of a refused batch are read from memory again, so that their loop need not be unrolled.
       if (try_add_batch<kIsCapped, Factors::loaded>(running[r], batch, column, kStep, in.terms, plan, loaded)) continue;
 #pragma unroll 1
       for (int i = 0; i < kTaken * kSize; ++i) add_element(r, column + i / kSize * kStep + i % kSize);
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     if (column + (kVectors - 1) * kStep < whole) {
       add_batch(column, std::integral_constant<int, kVectors>{});
     } else {
-      add_batch(column, std::integral_constant<int, 1>{});  // all that is there: kVectors is 2
+      add_batch(column, std::integral_constant<int, 1>{});  // kVectors is 2: only the first vector exists
     }
     ring.go_on();
   }
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   ClassStatistics<float> mine;  // of row `threadIdx.x`
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    if (r > 0) __syncthreads();  // the memory of the reduction before is free again
+    if (r > 0) __syncthreads();  // the previous reduction no longer uses its shared memory
     const ClassStatistics<float> state = reduce_block<kThreads>(finished(running[r], in.terms), MergeStatistics{});
     if (threadIdx.x == r) mine = state;
   }
@@ -127,7 +127,7 @@ bool share_weights(const CrossEntropyInputs& inputs) {
       columns * element_bytes < kFewestBytes || columns > INT32_MAX / 2) {
     return false;
   }
-  // Vectors of the logits and of the weights start at the same columns, in every row.
+  // The vectors of the logits and of the weights have to start at the same columns, in every row.
   const auto is_aligned = [](const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; };
   const auto& rows = inputs.view.rows;
   return is_aligned(inputs.logits) && is_aligned(inputs.weight.data) &&

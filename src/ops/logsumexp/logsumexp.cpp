@@ -1,5 +1,5 @@
-// logsumexp: is the call legal, and where does it run. Arguments become a problem in rows and columns; empty problems
-// end here; the backends never see a bad one.
+// Checks a call of logsumexp, makes a problem in rows and columns of it, and runs it on its device. Problems without
+// results end here; the backends get legal problems only.
 #include "eaves/logsumexp.h"
 
 #include "core/check.h"
@@ -25,8 +25,8 @@ void check_x(const Argument& x) {
   check::has_dtype(x, {DType::float32, DType::float64, DType::float16, DType::bfloat16}, "convert other types first");
 }
 
-/// One number for each row, in the shape of out. Or two beside each other, as the last axis behind the rows': these
-/// have no reduced axes of size 1, so that x may have as many axes as there may be.
+/// An lse has one number for each row, in the shape of out, or two numbers, in a last axis behind the axes of the rows.
+/// With two numbers it has no reduced axes of size 1, so that x may have the largest rank.
 KeptLse check_lse(const Argument& lse, const TensorView& x, const AxisSet& axes, bool keepdim) {
   const TensorView& view = lse.view;
   const Dims rows = reduced_shape(x.shape, axes, false);
@@ -72,7 +72,7 @@ LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
   }
   if (args.out.is_present && args.lse.is_present) check::do_not_overlap(out, lse);
 
-  // An absent output walks along with the other one.
+  // An absent output gets the strides of the other one.
   const int rank = args.x.shape.size();
   const auto of_out = [&] { return spread_strides(args.out.strides, rank, axes, args.keepdim); };
   const auto of_lse = [&] { return spread_strides(args.lse.strides, rank, axes, args.keepdim && !kept.is_split); };
@@ -143,7 +143,7 @@ std::size_t workspace_bytes(const LogsumexpForwardProblem& problem) {
 void logsumexp_forward(const LogsumexpForwardArgs& args, const ExecutionContext& context) {
   check::threads(kForward, context.threads);
   const LogsumexpForwardProblem problem = make_problem(args);
-  // A row without columns still has a result, -inf: only no rows at all is nothing to do.
+  // A row without columns has the result -inf, so a call has nothing to do only if it has no rows.
   if (problem.view.row_count == 0) return;
   if (problem.device.type == DeviceType::cpu) return cpu::logsumexp_forward(problem, context);
   const Scratch scratch(kForward, problem.device, workspace_bytes(problem), context);

@@ -1,5 +1,5 @@
 // The accuracy contract, measured: for every dtype and kind of input the worst error against the float64 oracle, as a
-// share of the bound in testing/tolerance.h. The test prints the table that docs/numerics.md shows, and fails where a
+// share of the bound in testing/tolerance.h. The test prints the table that docs/numerics.md shows, and fails if a
 // share exceeds 1.
 #include <cstdio>
 
@@ -28,7 +28,7 @@ const std::vector<Inputs> kInputs = {
     {"all equal", [](std::int64_t i) { return i < 0 ? 0.0 : 0.3; }},
 };
 
-/// |result - exact| as a share of the bound.
+/// |result - exact| divided by the bound.
 double share(DType dtype, double result, double exact, double scale) {
   const double error = std::abs(result - exact);
   return error == 0.0 ? 0.0 : error / allowed_error(dtype, exact, scale);

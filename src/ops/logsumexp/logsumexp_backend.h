@@ -1,5 +1,5 @@
-// What a backend of logsumexp gets: a problem that has been checked, is not empty, and speaks of rows and columns
-// instead of axes.
+// The interface between the calls of logsumexp and its backends: checked problems with at least one row, in rows and
+// columns instead of axes.
 #pragma once
 
 #include <cstddef>
@@ -11,10 +11,10 @@
 
 namespace eaves {
 
-/// Numbers of the tensors in a problem's view. The first two have rows and columns, the others one element per row.
+/// Indices of the tensors in a problem's view. The first two have rows and columns, the others one element per row.
 namespace logsumexp_tensors {
 inline constexpr int kX = 0;
-inline constexpr int kGradX = 1;  ///< in the forward x again
+inline constexpr int kGradX = 1;  ///< in the forward: x again
 inline constexpr int kLse = 2;
 inline constexpr int kOut = 3;      ///< forward
 inline constexpr int kGradOut = 3;  ///< backward
@@ -28,8 +28,8 @@ struct LogsumexpForwardProblem {
   DType x_dtype;
   DType out_dtype;
   const void* x;
-  void* out;    ///< nullptr where not asked for
-  KeptLse lse;  ///< likewise
+  void* out;    ///< nullptr if not wanted
+  KeptLse lse;  ///< data is nullptr if not wanted
 };
 
 struct LogsumexpBackwardProblem {
@@ -49,7 +49,7 @@ void logsumexp_backward(const LogsumexpBackwardProblem& problem, const Execution
 }  // namespace cpu
 
 namespace cuda {
-/// `context.workspace` holds at least logsumexp_forward_workspace_bytes(problem).
+/// `context.workspace` has at least logsumexp_forward_workspace_bytes(problem).
 void logsumexp_forward(const LogsumexpForwardProblem& problem, const ExecutionContext& context);
 void logsumexp_backward(const LogsumexpBackwardProblem& problem, const ExecutionContext& context);
 std::size_t logsumexp_forward_workspace_bytes(const LogsumexpForwardProblem& problem);

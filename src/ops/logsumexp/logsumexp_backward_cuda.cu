@@ -1,4 +1,4 @@
-// The backward of logsumexp on a GPU: g * exp(x - lse) by cuda/row_map.cuh, with two numbers of each row.
+// The backward of logsumexp on a GPU: g * exp(x - lse) by cuda/row_map.cuh, with g and lse of each row.
 #include "core/dispatch.h"
 #include "cuda/device.h"
 #include "cuda/math.cuh"
@@ -17,8 +17,8 @@ struct RowGradient {
   A lse;
   A grad_out;
 
-  /// g * exp(x - lse). The difference is taken before the product with log2(e): near 0, where the result is largest,
-  /// it is exact, and a rounded lse * log2(e) would not be.
+  /// g * exp(x - lse). exponential() takes the difference before its product with log2(e): the difference is exact near
+  /// 0, for the largest results, and a rounded lse * log2(e) is not.
   __device__ A operator()(A x, std::int64_t) const {
     return lse == -infinity<A>() ? A(0) : grad_out * exponential(x - lse);
   }
@@ -40,7 +40,7 @@ struct LogsumexpGradient {
 
   template <typename Offsets>
   __device__ auto row(const Offsets& at) const {
-    // Of the type of x, or float32.
+    // grad_out has the dtype of x, or float32.
     const A g = grad_out_dtype == kDTypeOf<T> ? load_as_accumulator(static_cast<const T*>(grad_out)[at.of[kGradOut]])
                                               : static_cast<const float*>(grad_out)[at.of[kGradOut]];
     const SplitLse<A> kept = lse.load<A>(at.of[kLse]);

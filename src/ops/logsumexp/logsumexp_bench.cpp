@@ -1,5 +1,5 @@
-// What `eaves bench logsumexp` measures: the published tables (rows along the last axis, length by length), and the
-// layouts that they leave out. Axes, buffers and bytes only; the harness does the timing.
+// The tables of `eaves bench logsumexp`: the published ones (rows along the last axis, length by length), and other
+// layouts. This file has axes, buffers and bytes only; the harness does the timing.
 #include <fmt/format.h>
 
 #include <cstdint>
@@ -19,12 +19,12 @@ struct Case {
   Dims shape;
   int axis = 0;
   Sizes shape_keys;
-  bool names_axis = false;  ///< in the options
+  bool names_axis = false;  ///< among the options
 
   Dims row_shape() const { return without_axis(shape, axis); }
 };
 
-// A training step's forward: the result, and the lse that its backward needs.
+// The forward of a training step: the result, and the lse that its backward needs.
 Call forward_call(Arena& arena, const Case& item, DType dtype) {
   LogsumexpForwardArgs args{.x = arena.normal(dtype, item.shape, 1), .axes = {item.axis}};
   args.out = arena.output(dtype, item.row_shape());
@@ -58,7 +58,7 @@ Row make_row(const Case& item, DType dtype, bool is_forward) {
   return row;
 }
 
-// The tables of forward and backward over the same cases.
+// One table of the forward and one of the backward, over the same cases.
 void add_tables(std::vector<Table>& tables, DType dtype, const std::vector<Case>& cases) {
   for (const bool is_forward : {true, false}) {
     tables.push_back(make_table("logsumexp", dtype, cases, make_row, dtype, is_forward));
@@ -69,9 +69,9 @@ Case last_axis(std::int64_t batch, std::int64_t dim, std::int64_t n) {
   return {{batch, dim, n}, 2, {{"batch", batch}, {"dim", dim}, {"n", n}}};
 }
 
-// Each is a way to read memory that the published tables, with their long aligned rows, do not show.
+// Layouts that the published tables, with their long aligned rows, do not cover.
 std::vector<Case> layouts(bool is_cpu, std::int64_t batch, std::int64_t dim) {
-  // A CPU moves a hundredth of what a GPU does: the same layouts at about a sixteenth of the size.
+  // A CPU moves a hundredth of the bytes of a GPU: the same layouts at about a sixteenth of the size.
   const std::int64_t first_n = is_cpu ? 8192 : 131072;
   const std::int64_t middle_n = is_cpu ? 512 : 8192;
   const std::int64_t long_n = is_cpu ? std::int64_t{1} << 20 : std::int64_t{1} << 24;
@@ -85,7 +85,7 @@ std::vector<Case> layouts(bool is_cpu, std::int64_t batch, std::int64_t dim) {
       unaligned,
       // Fewer rows than processors: a row has to be split.
       {{8, long_n}, 1, {{"batch", 8}, {"n", long_n}}, true},
-      // Rows shorter than what one block reads at a time.
+      // Rows shorter than one batch of a block's loads.
       {{short_rows, 64}, 1, {{"batch", short_rows}, {"n", 64}}, true},
   };
 }

@@ -1,5 +1,4 @@
-// Calls of logsumexp rather than values: two runs, workspaces, threads, streams, graphs. What is computed is checked in
-// logsumexp_test.cpp.
+// The calls of logsumexp: repeated runs, workspaces, threads, streams, graphs. logsumexp_test.cpp checks the values.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -21,7 +20,7 @@ EAVES_EACH_DEVICE(LogsumexpCalls);
 
 double normal(std::int64_t i) { return random_normal(7, static_cast<std::uint64_t>(i)); }
 
-/// Shapes that take each way through a backend.
+/// Shapes that reach every kernel of a backend.
 const std::vector<std::pair<Dims, Dims>>& shapes_of_every_kind() {
   static const std::vector<std::pair<Dims, Dims>> shapes = {
       {{50, 40}, {1}},   {{50, 3000}, {1}},     {{2, 400003}, {1}},   {{70, 70001}, {1}},  {{5000, 72}, {0}},
@@ -40,7 +39,7 @@ TEST_P(LogsumexpCalls, TwoRunsAreBitwiseEqual) {
 }
 
 TEST_P(LogsumexpCalls, CallsThatFollowEachOtherMayShareAWorkspace) {
-  // Both cut their rows into pieces; the second must not overwrite what the first has yet to merge.
+  // Both calls cut their rows into pieces, and the second must not overwrite states that the first has yet to merge.
   const LogsumexpCase long_rows{.dtype = DType::bfloat16, .shape = {2, 400003}, .axes = {1}, .value = normal};
   const LogsumexpCase long_columns{.dtype = DType::bfloat16, .shape = {20000, 72}, .axes = {0}, .value = normal};
   expect_a_workspace_can_be_shared<LogsumexpRun>(
@@ -68,7 +67,7 @@ TEST_P(LogsumexpCalls, AWorkspaceOfTheStatedSizeIsEnoughAndIsBelow1MiB) {
 }
 
 TEST_P(LogsumexpCalls, CallsFromSeveralThreadsDoNotDisturbEachOther) {
-  // The second shape is cut into pieces: every call has scratch memory of its own.
+  // The rows of the second shape are cut into pieces: every call has scratch memory of its own.
   for (const Dims& shape : {Dims{64, 3000}, Dims{2, 100003}}) {
     const LogsumexpCase test_case{.dtype = DType::bfloat16, .shape = shape, .axes = {1}, .value = normal};
     expect_undisturbed_by_other_threads<LogsumexpRun>(test_case, check::to_string(shape),

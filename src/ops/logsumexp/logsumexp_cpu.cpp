@@ -1,4 +1,4 @@
-// logsumexp on the CPU: what is read and written for a row. The loops are those of cpu/row_softmax.h.
+// logsumexp on the CPU: the inputs and outputs of a row. The loops are in cpu/row_softmax.h.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/logsumexp/logsumexp_cpu.cpp"
 #include <hwy/foreach_target.h>  // first: compiles this file once per level of vector instructions
@@ -15,7 +15,8 @@ namespace {
 
 using namespace logsumexp_tensors;
 
-/// Calls `store(i, lse)` with a SplitLse for each state. A row's lse does not depend on its neighbours.
+/// Calls `store(i, lse)` with a SplitLse for each state. The lse of a row does not depend on its neighbours, although a
+/// vector of rows shares one call of the logarithm.
 template <typename Store>
 void for_each_lse(const RowState* states, std::int64_t count, Store&& store) {
   const Tag<double> d;
@@ -27,7 +28,7 @@ void for_each_lse(const RowState* states, std::int64_t count, Store&& store) {
     hn::Store(hn::Log(d, hn::Load(d, logs)), d, logs);
     for (std::int64_t i = 0; i < taken; ++i) {
       const RowState& state = states[first + i];
-      // Highway's logarithm is for normal numbers. Beside a largest element that is finite, the sum is 1 and more.
+      // Highway's logarithm takes normal numbers only. If the largest element is finite, the sum is at least 1.
       const bool is_normal = state.sum >= 1e-300 && state.sum <= 1e300;
       store(first + i, split_lse(softmax_anchor(state.max), is_normal ? logs[i] : std::log(state.sum)));
     }
@@ -46,16 +47,16 @@ template <typename T>
 ScaledSoftmax<Accumulator<T>> load_scalars(const LogsumexpBackwardProblem& problem, std::int64_t row) {
   using A = Accumulator<T>;
   const auto offsets = problem.view.rows.offsets(row);
-  // Not by number_at(), which is compiled for every processor: an Intel Xeon waits for such an instruction after the
-  // loops of the row before, and rows of 64 take five times as long.
+  // Not number_at(), which is compiled for every processor: an Intel Xeon waits for its instructions after the loops of
+  // the previous row, and rows of 64 elements take five times as long.
   const A* const kept = static_cast<const A*>(problem.lse.data) + offsets.of[kLse];
   const A lse = kept[0];
-  // A row of nothing but -inf: its gradient is 0, and x - inf makes it so.
+  // A row with only -inf has the gradient 0, which x - inf gives.
   if (lse == -infinity<A>()) return {.lse = infinity<A>(), .scale = A(0)};
   A scale = problem.grad_out_dtype == kDTypeOf<T>
                 ? load_as_accumulator(static_cast<const T*>(problem.grad_out)[offsets.of[kGradOut]])
                 : static_cast<A>(static_cast<const float*>(problem.grad_out)[offsets.of[kGradOut]]);
-  // The rest that the rounding of lse lost is one factor of the row, almost always next to 1.
+  // With low, the rounding error of lse, e^-low is a factor of the whole row, almost always close to 1.
   const double lost = problem.lse.is_split ? -static_cast<double>(kept[1]) : 0.0;
   if (lost != 0.0) {
     scale = static_cast<A>(scale * (std::abs(lost) < 1e-4 ? 1.0 + lost * (1.0 + 0.5 * lost) : std::exp(lost)));

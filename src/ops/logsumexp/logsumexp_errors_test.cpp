@@ -1,4 +1,4 @@
-// Every sentence with which logsumexp refuses a call, and that nothing is written when it does.
+// Every message with which logsumexp refuses a call; a refused call writes nothing.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -19,7 +19,7 @@ namespace {
 using Forward = LogsumexpForwardArgs;
 using Backward = LogsumexpBackwardArgs;
 
-/// Arguments of a legal call, for a test to spoil one of them.
+/// The arguments of a legal call. A test makes one of them illegal.
 class LogsumexpErrors : public ::testing::Test {
  protected:
   template <typename T>
@@ -176,12 +176,12 @@ TEST_F(LogsumexpErrors, OutputsThatShareMemory) {
 
 TEST_F(LogsumexpErrors, OutputsWhoseElementsShareMemoryInOtherWays) {
   Backward args = backward_.legal;
-  std::vector<float> memory(32);  // these strides reach beyond what the 12 elements need, and before the first
+  std::vector<float> memory(32);  // the strides reach beyond 12 elements, and before the first
   args.grad_x.data = memory.data() + 8;
   for (const Dims& strides : {Dims{1, 1}, Dims{2, 1}, Dims{-1, 1}, Dims{3, 2}, Dims{3, 6}}) {
     args.grad_x.strides = strides;
     if (strides == Dims{3, 2}) {
-      // 0 2 4, 3 5 7, 6 8 10, 9 11 13: all different, though neither stride steps over the other axis.
+      // Offsets 0 2 4, 3 5 7, 6 8 10, 9 11 13 are all different, although neither stride steps over the other axis.
       EXPECT_NO_THROW(logsumexp_backward_workspace_bytes(args));
     } else {
       EXPECT_THROW(logsumexp_backward_workspace_bytes(args), InvalidArgument) << strides[0] << ", " << strides[1];
@@ -190,7 +190,7 @@ TEST_F(LogsumexpErrors, OutputsWhoseElementsShareMemoryInOtherWays) {
 }
 
 TEST_F(LogsumexpErrors, TensorsThatOverlapByPartOfAnElement) {
-  // A float64 x over memory of which an output takes the second half of the first element.
+  // A float64 x, and an output over the second half of its first element.
   std::vector<double> memory(12);
   std::vector<double> lse(4);
   forward_.legal.x = view(memory, DType::float64, {4, 3});
@@ -201,7 +201,7 @@ TEST_F(LogsumexpErrors, TensorsThatOverlapByPartOfAnElement) {
 }
 
 TEST_F(LogsumexpErrors, DisjointColumnsOfOneBufferAreLegalWhateverTheirStrides) {
-  // x and out interleave over 100000 rows, with strides of which one is a multiple of the other.
+  // x and out interleave over 100000 rows, and one stride is a multiple of the other.
   struct Strides {
     std::int64_t x, out, column;
   };
@@ -231,7 +231,7 @@ TEST_F(LogsumexpErrors, StridesOfAnEmptyTensorMayBeAnything) {
 }
 
 TEST_F(LogsumexpErrors, MemoryThatInterleavesWithoutSharingIsLegal) {
-  // x and its gradient are the two halves of each row of one buffer; out is a column between them.
+  // Each row of one buffer holds a row of x, then a column of out, then a row of x's gradient.
   std::vector<float> buffer(4 * 7, 1.0f);
   const Dims strides = {7, 1};
   const auto half = [&](int start) {

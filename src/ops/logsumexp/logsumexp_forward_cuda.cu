@@ -1,5 +1,5 @@
-// The forward of logsumexp on a GPU: cuda/row_reduce.cuh over SoftmaxStates. Where vectors fit, a thread takes many
-// elements into its state at once (cuda/softmax.cuh, cuda/columns.cuh).
+// The forward of logsumexp on a GPU: cuda/row_reduce.cuh over SoftmaxStates. If vectors fit, a thread adds many
+// elements to its state at once (cuda/softmax.cuh, cuda/columns.cuh).
 #include "core/dispatch.h"
 #include "cuda/device.h"
 #include "cuda/row_reduce.cuh"
@@ -24,8 +24,8 @@ struct Logsumexp {
   View rows;
   const T* x;
   DType out_dtype;
-  void* out;    ///< nullptr where not asked for
-  KeptLse lse;  ///< likewise
+  void* out;    ///< nullptr if not wanted
+  KeptLse lse;  ///< data is nullptr if not wanted
 
   EAVES_HOST_DEVICE const View& view() const { return rows; }
 

@@ -1,6 +1,6 @@
-// Tensors beyond 2^31 elements: every index that would not survive 32 bits. Slow (gigabytes), so their names start
-// with Slow; they are skipped, with the reason, where memory is short. A CPU would take minutes for most of them, and
-// gets a few elements as far apart instead, in memory of which it touches little.
+// Tensors beyond 2^31 elements: every index that does not fit 32 bits. The tests need gigabytes, so their names start
+// with Slow; a test is skipped, with the reason, if memory is short. A CPU would take minutes for most of them: its
+// tensors have a few elements that are as far apart, and it touches little of their memory.
 #include <gtest/gtest.h>
 
 #include <bit>
@@ -30,15 +30,14 @@ struct Shape {
   }
 };
 
-/// x is 0 everywhere (bytes of zeros) but for one element of each of the first and the last row, at the end of the
-/// row: the last one lies beyond 2^31.
+/// x is 0 (bytes of zeros) except for the last element of the first row and of the last row, which lies beyond 2^31.
 void check_large(Device device, const Shape& large) {
   constexpr double kMarker = 20.0;
   const std::int64_t count = large.span();
   ASSERT_GT(count, std::int64_t{1} << 31);
   const std::int64_t rows = large.shape[1 - large.axis];
   const std::int64_t columns = large.shape[large.axis];
-  // Between elements that are far apart a CPU touches nothing: there has to be room for each tensor, but not for both.
+  // A CPU does not touch the memory between elements that are far apart, so one tensor has to fit, not both.
   const bool is_sparse = device.type == DeviceType::cpu && !large.is_contiguous();
   const std::int64_t bytes = (is_sparse ? 2 : 4) * count + 2 * rows * 4;
   if (runtime::free_memory_bytes(device) < bytes + (std::int64_t{1} << 30)) {
@@ -112,7 +111,7 @@ TEST_P(SlowLogsumexp, ColumnsBeyond2To31Elements) {
 }
 
 TEST_P(SlowLogsumexp, StridedElementsBeyond2To31) {
-  // The element loops of each backend: not even two elements lie side by side.
+  // The element loops of each backend: no two elements are neighbours in memory.
   const std::int64_t columns = (std::int64_t{1} << 30) + 7;
   const Shape few = {{1, 40}, 1, {std::int64_t{41} << 26, (1 << 26) + 5}};
   check_large(device(), device().type == DeviceType::cpu ? few : Shape{{1, columns}, 1, {2 * columns, 2}});

@@ -1,5 +1,5 @@
-// The oracle: logsumexp and its gradient as the header's formula says them, in float64 loops over indices. It reads
-// the same views as the operator, knows no backend, and stays slow and simple.
+// The oracle: the header's formulas of logsumexp and its gradient in float64 loops over indices. It reads the same
+// views as the operator, shares no code with the backends, and stays slow and simple.
 #pragma once
 
 #include <cmath>
@@ -12,13 +12,12 @@
 
 namespace eaves::reference {
 
-/// logsumexp over `axes` of x, in row-major order of the other axes. Exact to a few
-/// units in the last place of float64.
+/// logsumexp over `axes` of x, in row-major order of the other axes. Exact to a few units in the last place of float64.
 struct LogsumexpRows {
   std::vector<double> lse;
-  std::vector<double> lse_minus_anchor;  ///< with the digits that lse has no room for; the anchor is max, or 0
+  std::vector<double> lse_minus_anchor;  ///< has digits that lse lacks; the anchor is max, or 0 if max is infinite
   std::vector<double> max;               ///< the largest element, -inf for an empty row
-  std::vector<std::int64_t> row_of;      ///< for each element of x in row-major order, the row it belongs to
+  std::vector<std::int64_t> row_of;      ///< the row of each element of x in row-major order
 };
 
 inline LogsumexpRows logsumexp(const TensorView& x, const AxisSet& axes) {
@@ -50,7 +49,7 @@ inline LogsumexpRows logsumexp(const TensorView& x, const AxisSet& axes) {
   std::vector<double> sum(rows.max.size(), 0.0);
   for (std::size_t i = 0; i < values.size(); ++i) {
     const auto row = static_cast<std::size_t>(rows.row_of[i]);
-    // Infinite maxima are left out of the difference: exp of the element itself is 0, infinity or NaN, as it should be.
+    // An infinite maximum is not subtracted: exp of the element itself is 0, infinity or NaN, as in the formula.
     sum[row] += std::exp(values[i] - (std::isfinite(rows.max[row]) ? rows.max[row] : 0.0));
   }
   for (std::size_t row = 0; row < sum.size(); ++row) {
@@ -60,8 +59,8 @@ inline LogsumexpRows logsumexp(const TensorView& x, const AxisSet& axes) {
   return rows;
 }
 
-/// g * exp(x - lse), 0 where lse is -inf. `lse` is the number that the backward is given, not the exact one; as the sum
-/// of an anchor and the rest.
+/// g * exp(x - (anchor + lse)), 0 if lse is -inf. `lse` is the number that the backward gets, not the exact one, or its
+/// difference from an anchor.
 inline double logsumexp_gradient(double x, double lse, double grad_out, double anchor = 0.0) {
   if (lse == -std::numeric_limits<double>::infinity()) return 0.0;
   return grad_out * std::exp((x - anchor) - lse);

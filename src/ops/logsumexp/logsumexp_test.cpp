@@ -1,6 +1,9 @@
-// logsumexp against its oracle, on every device: values, layouts, edges, and what must not happen to memory.
-// Calls rather than values are in logsumexp_calls_test.cpp, arguments that are refused in logsumexp_errors_test.cpp,
-// tensors beyond 2^31 elements in logsumexp_large_test.cpp.
+// logsumexp against its oracle, on every device: values, layouts, edges, and untouched memory around the results. Other
+// tests:
+//
+//   logsumexp_calls_test.cpp    workspaces, threads, streams, graphs
+//   logsumexp_errors_test.cpp   refused arguments
+//   logsumexp_large_test.cpp    tensors beyond 2^31 elements
 #include "eaves/logsumexp.h"
 
 #include <gtest/gtest.h>
@@ -28,7 +31,7 @@ double heavy_tailed(std::int64_t i) {
 }
 
 TEST_P(Logsumexp, RowsOfEveryLengthMatchTheOracle) {
-  // 1: no row, or every other row, starts on 16 bytes
+  // With a misalignment of 1 no row, or every other row, starts on 16 bytes.
   for (const auto& [dtype, length, misalignment] :
        combine<DType, RowLength, std::int64_t>(floating_point_dtypes(), row_lengths(), {0, 1})) {
     SCOPED_TRACE(length.reason);
@@ -66,19 +69,19 @@ TEST_P(Logsumexp, EverySetOfAxesMatchesTheOracle) {
   for (int set = 1; set < 16; ++set) {
     Dims axes;
     for (int axis = 0; axis < 4; ++axis) {
-      // Negative numbers name axes too.
+      // Negative numbers count axes from the last one.
       if (set >> axis & 1) axes.push_back(axis % 2 == 0 ? axis : axis - 4);
     }
     for (const auto& [keepdim, dtype] : combine<bool, DType>({false, true}, floating_point_dtypes())) {
       check_logsumexp({.dtype = dtype, .shape = shape, .axes = axes, .keepdim = keepdim, .value = normal});
-      // The same tensor with its axes turned around in memory.
+      // The same tensor with its axes in reverse order in memory.
       check_logsumexp({.dtype = dtype,
                        .shape = shape,
                        .axes = axes,
                        .keepdim = keepdim,
                        .x_placement = with_strides({1, 3, 12, 60}),
                        .value = normal});
-      // Input and gradient that lie differently.
+      // The input and its gradient have different layouts.
       check_logsumexp({.dtype = dtype,
                        .shape = shape,
                        .axes = axes,
@@ -103,7 +106,7 @@ TEST_P(Logsumexp, AnAxisThatIsNotTheLastIsReducedInPlaceOfItsStrides) {
   for (const auto& [c, dtype, misalignment] :
        combine<RowsAcross, DType, std::int64_t>(rows_across(), floating_point_dtypes(), {0, 1})) {
     SCOPED_TRACE(c.reason);
-    if (misalignment != 0 && c.shape[0] > 2000) continue;  // the small ones show it
+    if (misalignment != 0 && c.shape[0] > 2000) continue;  // small shapes are enough for misalignment
     check_logsumexp({.dtype = dtype,
                      .shape = c.shape,
                      .axes = {c.axis},
@@ -171,7 +174,7 @@ TEST_P(Logsumexp, Float32OutputsAndUpstreamGradientsOfA16BitTensorAreNotRoundedT
 }
 
 TEST_P(Logsumexp, InfinitiesAndNaNsFollowTheHeader) {
-  // One row of each kind, placed at the start, around a vector boundary, at the end and everywhere.
+  // One row of each kind, with its special elements at the start, around a vector boundary and at the end.
   for (const auto& [dtype, columns] : combine<DType, std::int64_t>(floating_point_dtypes(), {2, 8, 40, 1000, 9000})) {
     for (const auto& [at, axis] :
          combine<std::int64_t, std::int64_t>({std::int64_t{0}, columns / 2, columns - 2}, {0, 1})) {
@@ -188,7 +191,7 @@ TEST_P(Logsumexp, InfinitiesAndNaNsFollowTheHeader) {
 }
 
 TEST_P(Logsumexp, LongRowsThatStartWithMinusInfinityKeepTheirTail) {
-  // The first pieces, batches or blocks of a row have nothing finite in them.
+  // The first pieces, batches or blocks of a row contain no finite element.
   for (const DType dtype : {DType::bfloat16, DType::float32}) {
     check_logsumexp({.dtype = dtype, .shape = {2, 200003}, .axes = {1}, .value = [](std::int64_t i) {
                        return i % 200003 < 190000 ? -kInfinity : normal(i);
@@ -203,7 +206,7 @@ TEST_P(Logsumexp, TheGradientIsExactlyZeroWhereEveryElementIsMinusInfinity) {
   TestTensor grad_x(device(), DType::float32, {2, 100});
   x.fill([](std::int64_t) { return -kInfinity; });
   lse.fill([](std::int64_t) { return -kInfinity; });
-  grad_out.fill([](std::int64_t i) { return i == 0 ? 3.0 : kNaN; });  // not even a NaN gets through
+  grad_out.fill([](std::int64_t i) { return i == 0 ? 3.0 : kNaN; });  // the gradient is 0 even if g is NaN
   logsumexp_backward(
       {.grad_out = grad_out.view(), .x = x.view(), .lse = lse.view(), .axes = {1}, .grad_x = grad_x.view()});
   grad_x.download();
@@ -218,7 +221,7 @@ TEST_P(Logsumexp, HugeElementsDoNotOverflow) {
                          return i % 5000 == 4321 ? sign * huge : -huge;
                        }});
     }
-    // Growing: every element raises the maximum by more than an exponential can hold.
+    // Every element raises the maximum so far that the exponential of the difference overflows float32.
     check_logsumexp({.dtype = dtype, .shape = {2, 600}, .axes = {1}, .value = [](std::int64_t i) {
                        return 100.0 * static_cast<double>(i % 600) - 30000.0;
                      }});
@@ -239,7 +242,7 @@ TEST_P(Logsumexp, ManyEqualElementsKeepTheirPrecision) {
 }
 
 TEST_P(Logsumexp, ManyEqualElementsKeepTheirPrecisionInStridedRowsThatAreNotCut) {
-  // One row of every second element, expanded to so many rows that no GPU has to cut them.
+  // One row of every second element, expanded to so many rows that no GPU cuts them.
   constexpr std::int64_t kColumns = 1 << 18;
   constexpr std::int64_t kRows = 400;
   TestTensor x(device(), DType::float32, {kColumns}, with_strides({2}));
@@ -257,14 +260,14 @@ TEST_P(Logsumexp, ManyEqualElementsKeepTheirPrecisionInStridedRowsThatAreNotCut)
 }
 
 TEST_P(Logsumexp, ALogsumexpNearZeroIsExactToTheRoundingOfItsSum) {
-  // log(1 + e^-8) + 0.0005: what is left of a sum next to 1.
+  // lse = 0.0005 + log(1 + e^-8.0005): the logarithm of a sum close to 1.
   check_logsumexp({.dtype = DType::float32, .shape = {1, 2}, .axes = {1}, .value = [](std::int64_t i) {
                      return i == 0 ? 0.0005 : -8.0;
                    }});
 }
 
 TEST_P(Logsumexp, MaximaThatRiseLateAreFollowedInEveryLayout) {
-  // Each quarter of a row raises the maximum, by less and by more than any kernel lets it lag behind.
+  // Each quarter of a row raises the maximum, by less and by more than the slack of any kernel.
   for (const auto& [step, dtype, columns] : combine<double, DType, std::int64_t>(
            {3.0, 6.0, 25.0, 70.0}, {DType::bfloat16, DType::float32, DType::float64}, {128, 6000})) {
     const auto rising = [=](std::int64_t column) { return step * static_cast<double>(4 * column / columns); };
@@ -281,7 +284,7 @@ TEST_P(Logsumexp, MaximaThatRiseLateAreFollowedInEveryLayout) {
 }
 
 TEST_P(Logsumexp, MaskedElementsOfAnySizeChangeNothing) {
-  // What a mask adds differs between codebases; a row may start with many of them.
+  // Codebases mask with different numbers; a row may start with many masked elements.
   for (const auto& [mask, dtype, axis] :
        combine<double, DType, std::int64_t>({-1e4, -1e6, -1e7, -3e8, -1e9, -1e11, -1e12, -1e15, -1e25, -1e30, -3e38},
                                             {DType::bfloat16, DType::float32, DType::float64}, {1, 0})) {
@@ -319,7 +322,7 @@ TEST_P(Logsumexp, TwoNumbersOfAnLseKeepTheGradientOfElementsFarFromZero) {
                      .has_split_lse = true,
                      .value = [](std::int64_t i) { return 1e4 + normal(i); }});
   }
-  // At the largest number of each type no single lse has room for log(2).
+  // At the largest number of each type, one number for lse loses log(2).
   for (const auto& [dtype, largest] : {std::pair(DType::float16, 65504.0), std::pair(DType::float32, 0x1.fffffep127),
                                        std::pair(DType::float64, std::numeric_limits<double>::max())}) {
     LogsumexpRun run({.dtype = dtype, .shape = {1, 2}, .axes = {1}, .has_split_lse = true, .value = [=](std::int64_t) {
@@ -360,7 +363,7 @@ TEST_P(Logsumexp, EachOutputCanBeAskedForAlone) {
 }
 
 TEST_P(Logsumexp, BackwardIsTheDerivativeOfForward) {
-  // Central differences in float64: the one test that knows nothing of the gradient's formula.
+  // Central differences in float64: the only test that does not use the formula of the gradient.
   constexpr std::int64_t kRows = 3;
   constexpr std::int64_t kColumns = 17;
   constexpr double kStep = 1e-6;

@@ -1,4 +1,4 @@
-// One call of logsumexp in a test: what goes in, its buffers between canaries, and the comparison with the oracle.
+// One call of logsumexp in a test: its inputs, its buffers between canaries, and the comparison with the oracle.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -28,10 +28,10 @@ struct LogsumexpCase {
   Placement lse_placement = {};
   Placement grad_out_placement = {};
   Placement grad_x_placement = {};
-  std::optional<DType> out_dtype = {};       ///< that of x unless given
-  std::optional<DType> grad_out_dtype = {};  ///< likewise
+  std::optional<DType> out_dtype = {};       ///< the dtype of x unless given
+  std::optional<DType> grad_out_dtype = {};  ///< the dtype of x unless given
   bool has_backward = true;
-  bool has_split_lse = false;                 ///< lse is kept as two numbers
+  bool has_split_lse = false;                 ///< lse is written as two numbers
   std::function<double(std::int64_t)> value;  ///< of element i of x, in row-major order
 };
 
@@ -78,13 +78,13 @@ class LogsumexpRun {
     download();
   }
 
-  /// Bit by bit.
+  /// Are all results equal bit by bit?
   bool results_equal(const LogsumexpRun& other) const {
     return out.bytes() == other.out.bytes() && lse.bytes() == other.lse.bytes() &&
            grad_x.bytes() == other.grad_x.bytes();
   }
 
-  /// lse of a row, less an anchor: two numbers keep more digits of that than lse has.
+  /// lse - anchor of a row. With two numbers it has more digits than one number for lse.
   double lse_of(std::int64_t row, double anchor = 0.0) const {
     return case_.has_split_lse ? (lse.get(2 * row) - anchor) + lse.get(2 * row + 1) : lse.get(row) - anchor;
   }
@@ -102,7 +102,8 @@ class LogsumexpRun {
   TestTensor x, out, lse, grad_out, grad_x;
 };
 
-/// Runs forward and backward and compares every element with the oracle, and every byte around them with its canary.
+/// Runs forward and backward, and compares every element with the oracle and every byte around the elements with its
+/// canary.
 inline void check_logsumexp(const LogsumexpCase& test_case) {
   SCOPED_TRACE(std::string(name_of(test_case.dtype)) + " " + check::to_string(test_case.shape) + ", axes " +
                check::to_string(test_case.axes) + (test_case.keepdim ? ", keepdim" : ""));
@@ -122,7 +123,7 @@ inline void check_logsumexp(const LogsumexpCase& test_case) {
     const double lse = exact.lse[static_cast<std::size_t>(row)];
     const double max = exact.max[static_cast<std::size_t>(row)];
     const double scale = logsumexp_scale(lse, max);
-    // Two numbers are as exact as the logarithm of the row's sum, wherever the row lies.
+    // Two numbers are as exact as the logarithm of the row's sum, however large its elements are.
     const bool is_split = test_case.has_split_lse;
     const double anchor = is_split && std::isfinite(max) ? max : 0.0;
     const double exact_lse = is_split ? exact.lse_minus_anchor[static_cast<std::size_t>(row)] : lse;
@@ -134,7 +135,7 @@ inline void check_logsumexp(const LogsumexpCase& test_case) {
   }
   if (!test_case.has_backward) return;
 
-  // The backward is judged by the lse that it was given, where that was rounded.
+  // The oracle of the backward takes the rounded lse that the backward gets, unless it has two numbers.
   std::vector<double> gradients(exact.row_of.size());
   std::vector<double> scales(exact.lse.size(), 0.0);
   for (std::size_t i = 0; i < gradients.size(); ++i) {

@@ -1,5 +1,6 @@
-// lrpe_cosine: is the call legal, and where does it run. Tensors become strides over batch, heads, positions and
-// features; the ways to give a position become one description; problems without results end here.
+// Checks a call of lrpe_cosine, makes a problem of it, and runs it on its device. Tensors become strides over batch,
+// heads, positions and features; LrpeCosineAngles describes the positions, however they are given. A problem without
+// results ends here.
 #include "eaves/lrpe_cosine.h"
 
 #include <algorithm>
@@ -21,7 +22,7 @@ constexpr const char* kBackward = "lrpe_cosine_backward";
 constexpr std::initializer_list<DType> kFloatingPoint = {DType::float32, DType::float64, DType::float16,
                                                          DType::bfloat16};
 
-/// "[2, 12, 8, 64]" must have four axes; `names` says which.
+/// Fails unless the tensor has four axes; `names` are their names in the message.
 void has_four_axes(const Argument& argument, const char* names) {
   if (argument.view.shape.size() == 4) return;
   check::fail(argument, "has shape " + check::to_string(argument.view.shape) + ", expected four axes (" + names + ")");
@@ -45,7 +46,7 @@ LrpeKind check_activation(const char* op, Activation activation, int activation_
   return activation_dim == -1 ? LrpeKind::feature_softmax : LrpeKind::sequence_softmax;
 }
 
-/// The integers that positions are made of.
+/// Checks a tensor of positions, offsets or cu_seqlens.
 IntegerList check_integers(const Argument& argument, Device device, const char* reference) {
   check::is_on(argument, device, reference);
   check::has_dtype(argument, {DType::int64, DType::int32}, "positions are integers");
@@ -83,7 +84,7 @@ void check_grid(const char* op, const LrpeAngles& args, std::int64_t positions, 
   if (product != cells) refuse();
 }
 
-/// On the CPU the contents can be read.
+/// For tensors on the CPU, because the host can read their contents.
 void check_starts(const Argument& cu_seqlens, const LrpeCosineAngles& angles, std::int64_t positions) {
   std::int64_t previous = 0;
   for (std::int64_t i = 0; i <= angles.sequences; ++i) {
@@ -97,7 +98,7 @@ void check_starts(const Argument& cu_seqlens, const LrpeCosineAngles& angles, st
   }
 }
 
-/// `reference` is the tensor whose device and dtype the others follow, x or grad_out.
+/// `reference`, x or grad_out, has the device and the dtype that the other tensors must have.
 LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const LrpeCosineShape& shape,
                               const Argument& reference, LrpeKind kind) {
   const Argument theta{op, "theta", args.theta};
@@ -127,7 +128,7 @@ LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const Lrpe
   angles.theta_head_stride = theta_heads == 1 ? 0 : args.theta.strides[0];
   const bool is_one_angle = angles.theta_features == 1 && angles.axes == 1;
   angles.theta_feature_stride = angles.theta_features == 1 ? 0 : args.theta.strides[1];
-  // Without angles no feature has an axis. No size below is 0: backends divide by it.
+  // Without angles no feature has an axis. `axis_features` is at least 1, because the backends divide by it.
   if (angles.theta_features == 0) angles.axes = 0;
   angles.axis_features =
       is_one_angle ? std::max<std::int64_t>(shape.features, 1) : std::max<std::int64_t>(angles.theta_features, 1);
@@ -198,7 +199,7 @@ LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const Lrpe
   return angles;
 }
 
-/// What no output may overlap.
+/// Fails if `output` overlaps an input.
 void overlaps_no_input(const Argument& output, std::initializer_list<Argument> inputs) {
   for (const Argument& input : inputs) {
     if (input.view.is_present) check::do_not_overlap(output, input);
@@ -344,8 +345,8 @@ bool is_empty(const LrpeCosineShape& shape) {
   return shape.batch == 0 || shape.heads == 0 || shape.positions == 0 || shape.features == 0;
 }
 
-/// The lse of an empty sequence is -inf, and the gradient of theta is 0 where nothing is summed: an empty problem is
-/// nothing to do only where neither is asked for.
+/// Is there nothing to write? An empty problem still writes an lse, -inf for an empty sequence, and a gradient of
+/// theta, which is 0.
 bool is_done(const LrpeCosineForwardProblem& problem) {
   if (!is_empty(problem.shape)) return false;
   return problem.lse == nullptr || problem.shape.batch * problem.shape.heads * problem.shape.features == 0;

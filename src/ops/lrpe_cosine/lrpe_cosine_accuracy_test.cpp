@@ -1,6 +1,6 @@
 // The accuracy contract, measured: for every dtype and activation the worst error against the float64 oracle, as a
-// share of the bound in testing/tolerance.h; what a sum over a long sequence loses; and what is left of an angle at
-// positions in the millions. The tests print the tables that docs/numerics.md shows, and fail where a share exceeds 1.
+// share of the bound in testing/tolerance.h; the error of a sum over a long sequence; and the precision of angles at
+// positions in the millions. The tests print the tables that docs/numerics.md shows, and fail if a share exceeds 1.
 #include <algorithm>
 #include <cstdio>
 #include <limits>
@@ -21,7 +21,7 @@ class LrpeCosineAccuracy : public OnEachDevice {
 };
 EAVES_EACH_DEVICE(LrpeCosineAccuracy);
 
-/// theta as models have it, 10000^(-d / E): from one radian a position to one in ten thousand.
+/// theta of usual models, 10000^(-d / E): from one radian for each position to one for 10,000 positions.
 double rate(std::int64_t d, std::int64_t angles) {
   return std::pow(10000.0, -static_cast<double>(d % angles) / static_cast<double>(angles));
 }
@@ -55,7 +55,8 @@ TEST_P(LrpeCosineAccuracy, EveryResultIsWithinTheContract) {
 }
 
 TEST_P(LrpeCosineAccuracy, ThetasGradientOverLongSequences) {
-  // The error of a float32 sum of N terms in units of the sum of their sizes, in which float32 is known to 6e-8.
+  // The error of a float32 sum of N terms, divided by the sum of their sizes. The rounding of float32 is 6e-8 in this
+  // unit.
   std::printf("| %s: N | x float32 | x bfloat16 |\n|---|---|---|\n", device_name());
   for (const std::int64_t positions : {100, 1000, 10000, 100000}) {
     std::printf("| %lld", static_cast<long long>(positions));
@@ -106,14 +107,14 @@ TEST_P(LrpeCosineAccuracy, ErrorsDoNotGrowWithThePosition) {
 TEST_P(LrpeCosineAccuracy, PositionsOfAnySizeKeepTheContract) {
   constexpr std::int64_t kOne = 1;
   const std::vector<std::int64_t> offsets = {
-      1000000,  // where an angle in 16 bits would be off by whole turns
+      1000000,  // an angle in 16 bits would be off by whole turns
       1000003,
-      -1000000,          // behind the start
+      -1000000,          // before the start
       (kOne << 24) - 3,  // up to and beyond the last integer that float32 tells from its neighbours
       100000000,         // neighbours share an angle
       (kOne << 31) - 2,  // across the range of int32
       (kOne << 32) - 2, -(kOne << 31) - 2, kOne << 40,
-      kOne << 62,  // the most there can be
+      kOne << 62,  // the largest legal offset
       -(kOne << 62),
   };
   for (const auto& [offset, dtype, activation] :
@@ -149,7 +150,7 @@ TEST_P(LrpeCosineAccuracy, OffsetsThatAreReadOnTheDeviceMayBeAsLarge) {
   }
 }
 
-/// The cosine and sine of float32 angles, as out has them for x = 1 at position 1, and the exact ones.
+/// A float32 angle, and its cosine and sine as out has them for x = 1 at position 1.
 struct CosineAndSine {
   double cosine, sine, angle;
 };
@@ -171,8 +172,8 @@ std::vector<CosineAndSine> cosines_and_sines(Device device, DType dtype, const s
 }
 
 TEST_P(LrpeCosineAccuracy, AnglesNextToMultiplesOfAQuarterTurnKeepTheirRelativePrecision) {
-  // There a cosine or a sine is next to 0, and is all digits that the reduction of the angle has to keep. Of float32's
-  // neighbours of k * pi / 2; and the one of all float32 that comes closest to such a multiple, 16367173 * 2^72.
+  // Here a cosine or a sine is close to 0, and all its digits come from the reduction of the angle. The angles are the
+  // float32 neighbours of k * pi / 2, and 16367173 * 2^72, which is closest to such a multiple of all float32 numbers.
   std::vector<double> angles = {16367173.0 * 0x1p72, -16367173.0 * 0x1p72};
   for (const double k : {1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 8.0, 100.0, 355.0, 1001.0, 65536.0, 1e5, 636619.0, 636620.0, 1e6,
                          1e7, 1e9, 1e12}) {
@@ -198,7 +199,7 @@ TEST_P(LrpeCosineAccuracy, AnglesOfEverySizeHaveTheirCosineAndSine) {
   for (const DType dtype : {DType::float32, DType::bfloat16}) {
     for (const CosineAndSine& result : cosines_and_sines(device(), dtype, angles)) {
       const double cosine = std::cos(result.angle), sine = std::sin(result.angle);
-      // Relative to themselves, not to 1.
+      // The errors are relative to the cosine and the sine, not to 1.
       EXPECT_EQ(difference(dtype, result.cosine, cosine, std::abs(cosine)), "") << "cos(" << result.angle << ")";
       EXPECT_EQ(difference(dtype, result.sine, sine, std::abs(sine)), "") << "sin(" << result.angle << ")";
     }
@@ -216,7 +217,7 @@ TEST_P(LrpeCosineAccuracy, AProductThatLeavesFloat32IsNaNAndOneThatUnderflowsIsZ
 }
 
 TEST_P(LrpeCosineAccuracy, ASoftmaxFarFromZeroIsAsPreciseAsAtZero) {
-  // An lse of 10000 that is rounded to float32 is off by up to 5e-4, and so would be all that is made of it.
+  // An lse of 10000 rounded to float32 is off by up to 5e-4, and this would be the relative error of the softmax.
   for (const auto& [mean, dtype, activation, batch] : combine<double, DType, LrpeCosineActivation, std::int64_t>(
            {30.0, 100.0, 1000.0, 10000.0, -30.0, -10000.0}, {DType::float32, DType::bfloat16},
            {every_activation()[4], every_activation()[5]}, {1, 3})) {

@@ -1,5 +1,5 @@
-// Which position a feature of a token is multiplied with, for host and device: the only place that knows grids, extra
-// tokens, offsets, explicit positions and packed sequences.
+// The position that theta is multiplied with, for each feature of a token, on host and device. Only this file knows
+// grids, extra tokens, offsets, explicit positions and packed sequences.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace eaves {
 
-/// A list of integers in the memory of the device, of either width.
+/// A list of integers of 32 or 64 bits, in the memory of the device.
 struct IntegerList {
   const void* data = nullptr;
   bool is_64_bit = false;
@@ -27,22 +27,23 @@ struct LrpeCosineAngles {
   const void* theta = nullptr;
   DType theta_dtype = DType::float32;
   std::int64_t theta_heads = 1;
-  std::int64_t theta_features = 1;  ///< E as theta's shape has it
+  std::int64_t theta_features = 1;  ///< E, the size of theta's last axis
   std::int64_t theta_head_stride = 0;
   std::int64_t theta_feature_stride = 0;
-  std::int64_t axis_features = 1;  ///< how many features belong to an axis: E, or all where one angle serves all
+  std::int64_t axis_features = 1;  ///< features of an axis: E, or all if one angle serves all features
 
   // positions
-  /// Nothing on the device to read, and fewer than 2^31 tokens: position() is computed_position().
+  /// True without offsets, positions and cu_seqlens on the device and with fewer than 2^31 tokens. Then position() is
+  /// computed_position().
   bool computes_positions = false;
   std::int64_t extra_tokens = 0;
   std::int64_t offset = 0;
-  IntegerList offsets;             ///< data is nullptr where there are none
+  IntegerList offsets;             ///< data is nullptr without offsets
   std::int64_t offset_stride = 0;  ///< over batch entries
-  IntegerList positions;           ///< data is nullptr where there are none
+  IntegerList positions;           ///< data is nullptr without positions
   std::int64_t position_batch_stride = 0;
   std::int64_t position_stride = 0;
-  IntegerList cu_seqlens;      ///< data is nullptr where there are none
+  IntegerList cu_seqlens;      ///< data is nullptr without packed sequences
   std::int64_t sequences = 0;  ///< S
   int axes = 1;                ///< m
   std::int64_t grid[kMaxRank] = {};
@@ -50,26 +51,26 @@ struct LrpeCosineAngles {
   Divider by_grid[kMaxRank];
   Divider by_cells_behind[kMaxRank];
 
-  /// False of an extra token, whose angle is 0 whatever theta is.
+  /// False for an extra token: its angle is 0 even if theta is infinite or NaN.
   EAVES_HOST_DEVICE bool has_angle(std::int64_t n) const { return n >= extra_tokens; }
 
-  /// True where every batch entry has the same angles.
+  /// Does every batch entry have the same angles?
   EAVES_HOST_DEVICE bool are_shared_by_batch() const {
     return (offsets.data == nullptr || offset_stride == 0) && (positions.data == nullptr || position_batch_stride == 0);
   }
 
-  /// The axis of a feature; at or beyond `axes` its angle is 0.
+  /// The axis of a feature. The angle is 0 if the axis is `axes` or greater.
   EAVES_HOST_DEVICE std::int64_t axis_of(std::int64_t feature) const {
     if (feature < axis_features) return 0;
     return axes == 1 ? 1 : divide(feature, axis_features);
   }
 
-  /// Which of theta's features, counted from 0 to E - 1, a feature on an axis is multiplied with.
+  /// The index in theta, from 0 to E - 1, for a feature on an axis.
   EAVES_HOST_DEVICE std::int64_t theta_feature_of(std::int64_t feature, std::int64_t axis) const {
     return theta_features == 1 ? 0 : feature - axis * axis_features;
   }
 
-  /// position() in most calls, short enough to be inlined: with computes_positions.
+  /// position() with computes_positions, which most calls have; short enough to be inlined.
   EAVES_HOST_DEVICE std::int64_t computed_position(std::int64_t n, std::int64_t axis) const {
     if (axes == 1) return n + (offset - extra_tokens);
     const std::uint32_t cell = by_cells_behind[axis].divide(static_cast<std::uint32_t>(n - extra_tokens));
@@ -87,13 +88,13 @@ struct LrpeCosineAngles {
       // The slowest axis needs no remainder.
       if (axis > 0) coordinate -= divide(coordinate, grid[axis]) * grid[axis];
     }
-    // Unsigned: the contents of offsets are not checked, and a sum that leaves the range must not be undefined.
+    // Unsigned, because the contents of offsets are not checked, and an overflow must not be undefined behaviour.
     auto sum = static_cast<std::uint64_t>(offset) + static_cast<std::uint64_t>(coordinate);
     if (offsets.data != nullptr) sum += static_cast<std::uint64_t>(offsets[batch * offset_stride]);
     return static_cast<std::int64_t>(sum);
   }
 
-  /// theta of head and feature as the type that angles are computed in.
+  /// theta of a head and a feature, in the type that angles are computed in.
   template <typename T>
   EAVES_HOST_DEVICE Accumulator<T> theta_of(std::int64_t head, std::int64_t theta_feature) const {
     const std::int64_t at = head * theta_head_stride + theta_feature * theta_feature_stride;
@@ -102,10 +103,10 @@ struct LrpeCosineAngles {
   }
 
  private:
-  /// Where the packed sequence of token n starts: the last entry at or before n. Reads entries 0 to S - 1 only.
+  /// The start of the packed sequence of token n: the last entry at or before n. Reads entries 0 to S - 1 only.
   EAVES_HOST_DEVICE std::int64_t sequence_start(std::int64_t n) const {
     std::int64_t low = 0;
-    std::int64_t high = sequences;  // the last sequence that can have n is below it
+    std::int64_t high = sequences;  // n belongs to a sequence below this one
     while (high - low > 1) {
       const std::int64_t middle = (low + high) / 2;
       if (cu_seqlens[middle] <= n) {

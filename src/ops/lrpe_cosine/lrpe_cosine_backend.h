@@ -1,7 +1,6 @@
-// What a backend of lrpe_cosine gets: a problem that has been checked. It may be empty where something is owed all the
-// same: the lse of a sequence of no tokens, and grad_theta, whose elements are 0 where nothing is summed. Strides are
-// in elements, over the axes b, h, n, d. Sizes and strides of theta are normalised: one head and one angle repeat by
-// strides of 0.
+// The interface between the calls of lrpe_cosine and its backends: checked problems. A problem may be empty and still
+// have outputs: the lse of a sequence without tokens, and grad_theta, which is 0 then. Strides are in elements, over
+// the axes b, h, n, d. Strides of theta are normalised: one head and one angle repeat by strides of 0.
 #pragma once
 
 #include <array>
@@ -12,8 +11,9 @@
 
 namespace eaves {
 
-/// What changes the loads of a kernel. The elementwise activations are chosen at run time; `none` among them would cost
-/// its backward 5 to 18 % (H200, bf16: a third tensor to load, registers for it).
+/// The kinds of activations with different loads in a kernel. The elementwise activations are chosen at run time.
+/// `none` is a kind of its own: among them its backward would cost 5 to 18 % more, to load a third tensor into
+/// registers (H200, bf16).
 enum class LrpeKind : std::uint8_t { none, elementwise, feature_softmax, sequence_softmax };
 
 struct LrpeCosineShape {
@@ -49,9 +49,9 @@ struct LrpeCosineBackwardProblem {
   Activation activation;  ///< of LrpeKind::elementwise
   const void* grad_out;
   LrpeCosineStrides grad_out_strides;
-  const void* x;  ///< nullptr where it is not needed
+  const void* x;  ///< nullptr if it is not needed
   LrpeCosineStrides x_strides;
-  const void* lse;  ///< [B, H, 2, D] contiguous; nullptr but for LrpeKind::sequence_softmax
+  const void* lse;  ///< [B, H, 2, D] contiguous; nullptr unless the kind is sequence_softmax
   void* grad_x;     ///< or nullptr
   LrpeCosineStrides grad_x_strides;
   void* grad_theta;  ///< or nullptr
@@ -65,7 +65,7 @@ void lrpe_cosine_backward(const LrpeCosineBackwardProblem& problem, const Execut
 }  // namespace cpu
 
 namespace cuda {
-/// The context's workspace has at least the bytes that the other two say.
+/// The context's workspace has at least the bytes that the two functions below return.
 void lrpe_cosine_forward(const LrpeCosineForwardProblem& problem, const ExecutionContext& context);
 void lrpe_cosine_backward(const LrpeCosineBackwardProblem& problem, const ExecutionContext& context);
 std::size_t lrpe_cosine_forward_workspace_bytes(const LrpeCosineForwardProblem& problem);

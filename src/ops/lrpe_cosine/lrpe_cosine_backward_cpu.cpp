@@ -1,6 +1,6 @@
 // The backward of lrpe_cosine on the CPU, by the tiles of lrpe_cosine_tiles.h. The gradient of theta is summed in
-// float32 over a tile of one batch entry, in float64 over the tiles of a task, and the tasks, cut by the shape alone,
-// are merged in order.
+// float32 over a tile of one batch entry, and in float64 over the tiles of a task. The cut into tasks depends on the
+// shape only, and their sums are merged in order.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/lrpe_cosine/lrpe_cosine_backward_cpu.cpp"
 #include <hwy/foreach_target.h>  // first: compiles this file once per level of vector instructions
@@ -21,7 +21,7 @@ namespace {
 template <typename T>
 struct BackwardTensors {
   InputTensor<T> grad_out;
-  InputTensor<T> x;        ///< data is nullptr where it is not needed
+  InputTensor<T> x;        ///< data is nullptr if x is not needed
   OutputTensor<T> grad_x;  ///< data may be nullptr
 };
 
@@ -52,8 +52,8 @@ struct Differentiated {
   V a, grad_x;
 };
 
-/// From the gradient g of a. The activation is a template parameter: chosen at run time it costs up to 22 % of a
-/// backward in the cache (Zen 4, none in float32; silu 15 %).
+/// Computes both from x and the gradient g of a. The activation is a template parameter: chosen at run time it costs up
+/// to 22 % of a backward in the cache (Zen 4, none in float32; silu 15 %).
 template <LrpeKind kKind, Activation kActivation, typename T>
 HWY_INLINE Differentiated<VectorOf<T>> differentiate(VectorOf<T> x, VectorOf<T> g, VectorOf<T> shift, VectorOf<T> scale,
                                                      VectorOf<T> dot) {
@@ -64,7 +64,7 @@ HWY_INLINE Differentiated<VectorOf<T>> differentiate(VectorOf<T> x, VectorOf<T> 
   } else if constexpr (kActivation == Activation::none) {
     return {x, g};
   } else if constexpr (kActivation == Activation::relu) {
-    // A NaN lets its gradient pass; 0 and less let nothing through, not even a NaN.
+    // The gradient passes where x is NaN. It is 0 for x <= 0, even if g is NaN.
     const auto gradient = hn::IfThenElse(hn::Le(x, hn::Zero(d)), hn::Zero(d), g);
     return {activated<kKind, T>(kActivation, x, shift, scale), gradient};
   } else {
@@ -79,13 +79,13 @@ HWY_INLINE Differentiated<VectorOf<T>> differentiate(VectorOf<T> x, VectorOf<T> 
   }
 }
 
-/// What fills up the last pack of a row of x: it must not count in a softmax over it.
+/// The filling of the last pack of a row of x; it must not count in a softmax over the row.
 template <LrpeKind kKind, typename T>
 T x_fill() {
   return kKind == LrpeKind::feature_softmax ? minus_infinity<T>() : T{};
 }
 
-/// What the gradients of a vector of features are made of.
+/// The terms of the gradients of a vector of features.
 template <typename V>
 struct GradientTerms {
   V a, cosine_gradient, sine_gradient, cosine, sine;
@@ -93,8 +93,8 @@ struct GradientTerms {
   V grad_x;
 };
 
-/// Calls `body(i, n, terms)` for every pack of `count` features, `terms` four of GradientTerms, of which `n` features
-/// are there.
+/// Calls `body(i, n, t0, t1, t2, t3)` for every pack of `count` features: the pack starts at feature i, `n` features
+/// are left, and t0 to t3 are the GradientTerms of its vectors.
 template <LrpeKind kKind, Activation kActivation, typename T, typename Body>
 HWY_INLINE void for_each_terms(const RowInputs<T>& inputs, std::int64_t count, const AngleRow<Accumulator<T>>& angles,
                                const Normalizer<Accumulator<T>>& row, const Normalizers<Accumulator<T>>& columns,
@@ -128,7 +128,7 @@ HWY_INLINE void for_each_terms(const RowInputs<T>& inputs, std::int64_t count, c
   }
 }
 
-/// Sums of a tile: one for each lane of its packs, 0 at first.
+/// The sums of a tile, one for each lane of its packs. Call clear() first.
 template <typename T>
 struct TileSums {
   using A = Accumulator<T>;
@@ -136,7 +136,7 @@ struct TileSums {
 
   void clear(std::int64_t count) { std::fill_n(lanes, padded_to_packs<T>(count), A(0)); }
 
-  /// Adds them to `to`, which is in the order of the elements.
+  /// Adds the sums to `to`, which is in the order of the elements.
   void add_to(double* to, std::int64_t count) const {
     const Tag<T> d;
     const auto n = hn::Lanes(d);
@@ -152,7 +152,7 @@ struct TileSums {
   }
 };
 
-/// Of a softmax over the features: its statistics, and the sum of a * g.
+/// The statistics of a softmax over the features, and its sum of a * g.
 template <typename T>
 Normalizer<Accumulator<T>> feature_normalizer(const BackwardTensors<T>& tensors, std::int64_t features,
                                               const TokenTile& tile, std::int64_t n, AngleTable<T>& table,
@@ -180,7 +180,7 @@ Normalizer<Accumulator<T>> feature_normalizer(const BackwardTensors<T>& tensors,
   return row;
 }
 
-/// `theta_sums` is nullptr where the gradient of theta is not asked for; else the terms of each feature are added.
+/// Writes the gradient of x of a tile, and adds the terms of theta's gradient to `theta_sums`, unless it is nullptr.
 template <LrpeKind kKind, Activation kActivation, typename T>
 void differentiate_tile(const BackwardTensors<T>& tensors, const LrpeCosineAngles& angles, std::int64_t features,
                         const TokenTile& tile, const Normalizers<Accumulator<T>>& columns, AngleTable<T>& table,
@@ -275,9 +275,9 @@ void sum_tile(const BackwardTensors<T>& tensors, std::int64_t features, const To
   }
 }
 
-/// Shift and scale of every softmax over the sequence, [B * H, features rounded up to packs] each, and its sum of
-/// a * g, which the gradient of x alone needs. They come from the two numbers of its lse:
-/// exp((x - high) - low) = exp(-low) * exp(x - high), NaN for every x where low is.
+/// Shift and scale of every softmax over the sequence, [B * H, features rounded up to packs] each, and its sum of a *
+/// g, which only the gradient of x needs. Shift and scale come from the two numbers of the lse: exp((x - high) - low) =
+/// exp(-low) * exp(x - high), NaN for every x if low is NaN.
 template <typename T>
 struct SequenceSums {
   using A = Accumulator<T>;
@@ -307,7 +307,7 @@ struct SequenceSums {
     if (problem.grad_x == nullptr) return;
     const Tasks tasks = Tasks::make<T>(shape, problem.grad_out_strides, problem.angles, SumsOverTiles::of_users);
     const auto ahead = [](const TokenTile&, std::int64_t) {};
-    // Every piece of the positions of every head has one task that adds to it.
+    // Only one task adds to the sums of each piece of the positions of each head.
     std::vector<double> pieces(static_cast<std::size_t>(tasks.tile_ranges) * size);
     for_each_tile<T>(
         tasks, problem.angles, false, context, ahead,

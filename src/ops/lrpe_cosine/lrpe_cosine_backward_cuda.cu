@@ -1,7 +1,7 @@
-// The backward of lrpe_cosine on a GPU: one kernel that reads both halves of dL/d(out), x where it is needed, and
-// writes dL/d(x), for rows of whole vectors, and one for all others (lrpe_cosine_row_per_warp.cuh). The terms of
-// dL/d(theta) are summed on the way, and finished by a second, small kernel. A softmax over the sequence needs the sum
-// of a * g of each column first; over a short one, a kernel does both (lrpe_cosine_whole_columns.cuh).
+// The backward of lrpe_cosine on a GPU: one kernel for rows of whole vectors, which reads both halves of dL/d(out) and,
+// if needed, x, and writes dL/d(x); and one kernel for all other rows (lrpe_cosine_row_per_warp.cuh). These kernels
+// also sum the terms of dL/d(theta), and a second, small kernel finishes the sums. A softmax over the sequence needs
+// the sum of a * g of each column first; for a short sequence one kernel does both (lrpe_cosine_whole_columns.cuh).
 #include "core/dispatch.h"
 #include "ops/lrpe_cosine/lrpe_cosine_columns.cuh"
 #include "ops/lrpe_cosine/lrpe_cosine_device.cuh"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr const char* kOp = "lrpe_cosine_backward";
 
-/// Shared angles: kLrpeSlots batch entries are loaded before the first is used. Others: one token.
+/// With shared angles a thread loads kLrpeSlots batch entries before it uses the first, otherwise one token.
 template <typename T, LrpeKind kKind, bool kIsShared, bool kHasThetaGradient>
 __global__ void __launch_bounds__(kLrpeThreads) backpropagate(const __grid_constant__ BackwardArguments<T> p) {
   using A = Accumulator<T>;
@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(kLrpeThreads) backpropagate(const __grid_const
   }
 }
 
-/// sum of a * g over the tokens of a row block, for kBatches batch entries with the same angles: `partials` is
-/// [row_blocks, B * H * D]. The tiling's heads are heads of every kBatches batch entries.
+/// Sums a * g over the tokens of a row block, for kBatches batch entries with the same angles. `partials` is
+/// [row_blocks, B * H * D]. A head of the tiling is a head of kBatches batch entries.
 template <typename T, int kWidth, int kBatches>
 __global__ void __launch_bounds__(kLrpeThreads, 4) sum_column_dots(const __grid_constant__ BackwardArguments<T> p) {
   using A = Accumulator<T>;
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kLrpeThreads, 4) sum_column_dots(const __grid_
   for (int s = 0; s < kBatches; ++s) {
     if (first_batch + s >= p.batch) break;
     const std::int64_t group = (first_batch + s) * p.heads + h;
-    // The other part of lse is a factor of the whole column.
+    // e^-lse.low is a factor of the whole column.
     const ColumnLse<A, kWidth> lse(p.lse, group, feature, p.features);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) sums[s][i] *= precise_exponential<T>(-lse.low[i]);
@@ -213,13 +213,13 @@ void sum_sequence(const LrpeCosineBackwardProblem& problem, const LrpePlan& plan
   launch_merge_columns(kOp, merge_column_dots<A>, problem.shape, plan, scratch.partials, scratch.columns, stream);
 }
 
-/// `Sum` is what the partials are.
+/// `Sum` is the type of the partials.
 template <typename Sum>
 void launch_finish_theta(const LrpeCosineBackwardProblem& problem, const LrpePlan& plan, std::int64_t partials,
                          const LrpeScratch& scratch, void* stream) {
   const std::int64_t elements = problem.angles.theta_heads * problem.angles.theta_features;
   if (problem.grad_theta == nullptr || elements == 0) return;
-  // One angle of all heads has many more terms than one of many.
+  // A single angle for all heads sums many more terms than one of many angles.
   const std::int64_t terms = partials * problem.shape.heads * problem.shape.features / elements;
   const bool is_long = terms > 1 << 14;
   launch(kOp, is_long ? finish_theta<Sum, 1024> : finish_theta<Sum, 128>,

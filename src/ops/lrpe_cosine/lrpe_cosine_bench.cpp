@@ -1,6 +1,6 @@
-// What `eaves bench lrpe_cosine` measures: the published tables (activations over a sequence, then grids of one to
-// three axes), then what they leave out: the other activations, the gradient of theta, one sequence alone, layouts.
-// Axes, buffers and bytes only; the harness does the timing.
+// The tables of `eaves bench lrpe_cosine`: the published ones (activations over a sequence, then grids of one to three
+// axes), then the other activations, the gradient of theta, one sequence alone, and layouts. This file has axes,
+// buffers and bytes only; the harness does the timing.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -17,7 +17,7 @@
 namespace eaves::bench {
 namespace {
 
-/// One call of a training step. What is not named is as in the published tables.
+/// One call of a training step. The defaults are the calls of the published tables.
 struct Case {
   std::int64_t batch = 12;
   std::int64_t heads = 12;
@@ -32,7 +32,7 @@ struct Case {
 
   std::int64_t positions() const { return extra_tokens + (grid.size() == 0 ? n : elements_of(grid)); }
 
-  /// E, as many features as the axes can have alike: what the division leaves over has no angle.
+  /// E, the features of each axis. The features that the division leaves over have no angle.
   std::int64_t angles_per_head() const { return grid.size() == 0 ? features : features / grid.size(); }
 
   bool needs_x() const { return activation != Activation::none || has_grad_theta; }  ///< the backward
@@ -42,7 +42,7 @@ struct Case {
 
 // ------------------------------------------------------------------------------------------------------- the calls
 
-/// `tensor`, allocated in the order that the case says, as a view [B, H, N, features].
+/// `tensor`, allocated in the memory order of the case, as a view [B, H, N, features].
 TensorView as_heads_first(const Case& item, const TensorView& tensor) {
   if (!item.is_positions_first) return tensor;
   const Dims& shape = tensor.shape;
@@ -70,7 +70,7 @@ LrpeAngles make_angles(Arena& arena, const Case& item, DType dtype) {
   return angles;
 }
 
-// A training step's forward: the encoding, and the lse where the backward needs it.
+// The forward of a training step: the encoding, and the lse if the backward needs it.
 LrpeCosineForwardArgs forward_args(Arena& arena, const Case& item, DType dtype) {
   LrpeCosineForwardArgs args;
   args.x = as_heads_first(item, arena.normal(dtype, shape_in_memory(item, item.features), 1));
@@ -96,7 +96,7 @@ Call backward_call(Arena& arena, const Case& item, DType dtype) {
     LrpeCosineForwardArgs forward = forward_args(arena, item, dtype);
     if (item.has_lse()) {
       // A made-up lse could overflow every exponential, and infinities may be faster or slower than numbers.
-      Arena not_counted(arena.device());  // what the forward writes and the backward does not take
+      Arena not_counted(arena.device());  // the forward's output that the backward does not read
       forward.out = as_heads_first(item, not_counted.output(dtype, shape_in_memory(item, 2 * item.features)));
       lrpe_cosine_forward(forward);
       runtime::synchronize(arena.device());
@@ -114,7 +114,7 @@ Call backward_call(Arena& arena, const Case& item, DType dtype) {
 
 // -------------------------------------------------------------------------------------------------------- the rows
 
-// The options under the names of the Python function's arguments, the values as JSON.
+// The options by the names of the Python function's arguments, with values as JSON.
 Options option_keys(const Case& item) {
   static constexpr const char* kActivations[] = {"none", "relu", "sigmoid", "silu", "softmax"};
   Options keys;
@@ -128,7 +128,7 @@ Options option_keys(const Case& item) {
   return keys;
 }
 
-// Bytes: what any implementation has to move, each input read once, each output written once.
+// Its bytes are the ones that any implementation has to move: each input is read once, each output is written once.
 Row make_row(const Case& item, DType dtype, bool is_forward) {
   const std::int64_t x_bytes = item.batch * item.heads * item.positions() * item.features * bytes_of(dtype);
   const std::int64_t theta_bytes = item.heads * item.angles_per_head() * bytes_of(dtype);
@@ -152,16 +152,17 @@ Row make_row(const Case& item, DType dtype, bool is_forward) {
 
 // ------------------------------------------------------------------------------------------------------ the tables
 
-/// Of the published tables, and of the tables beside them.
+/// The sizes of the published tables, and of the other tables.
 struct Shown {
   std::int64_t batch = 12;
   std::vector<std::int64_t> lengths = doublings(256, 32768);
-  std::vector<std::int64_t> edges[3] = {lengths, doublings(16, 128), doublings(4, 32)};  ///< of 1, 2 and 3 axes
+  std::vector<std::int64_t> edges[3] = {lengths, doublings(16, 128), doublings(4, 32)};  ///< of grids of 1 to 3 axes
   std::vector<std::int64_t> lengths_of_others = {8192, 32768};
   std::vector<std::int64_t> lengths_alone = {32768, 131072};
 };
 
-// A CPU moves a hundredth of what a GPU does, and each row empties its large cache many times.
+// Smaller sizes for a CPU: it moves a hundredth of the bytes of a GPU, and the harness empties its large cache many
+// times for each row.
 Shown cpu_sizes() {
   return {.batch = 1,
           .lengths = {512, 2048, 8192},
@@ -170,7 +171,7 @@ Shown cpu_sizes() {
           .lengths_alone = {32768}};
 }
 
-// The tables of forward and backward over the same cases.
+// One table of the forward and one of the backward, over the same cases.
 void add_tables(std::vector<Table>& tables, DType dtype, const std::vector<Case>& cases) {
   for (const bool is_forward : {true, false}) {
     tables.push_back(make_table("lrpe_cosine", dtype, cases, make_row, dtype, is_forward));
@@ -183,7 +184,7 @@ std::vector<Case> cases_of_sizes(const Case& like, const std::vector<std::int64_
   return cases;
 }
 
-// The published tables: of one sequence with activations, then of grids.
+// The published tables: a sequence with activations, then grids.
 void add_published_tables(std::vector<Table>& tables, const Shown& sizes, DType dtype) {
   for (const auto& [activation, activation_dim] :
        {std::pair(Activation::none, -1), std::pair(Activation::silu, -1), std::pair(Activation::softmax, -1),
@@ -203,7 +204,7 @@ void add_published_tables(std::vector<Table>& tables, const Shown& sizes, DType 
   }
 }
 
-// What the published tables leave out.
+// The cases that the published tables lack.
 void add_other_tables(std::vector<Table>& tables, const Shown& sizes, DType dtype) {
   std::vector<Case> activations, theta_gradients;
   for (const std::int64_t n : sizes.lengths_of_others) {

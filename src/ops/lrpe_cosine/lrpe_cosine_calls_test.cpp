@@ -1,5 +1,5 @@
-// Calls of lrpe_cosine rather than values: two runs, optional tensors, workspaces, threads, streams, graphs. What is
-// computed is checked in lrpe_cosine_test.cpp.
+// The calls of lrpe_cosine: repeated runs, optional tensors, workspaces, threads, streams, graphs. lrpe_cosine_test.cpp
+// checks the values.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -19,17 +19,17 @@ namespace {
 class LrpeCosineCalls : public OnEachDevice {};
 EAVES_EACH_DEVICE(LrpeCosineCalls);
 
-/// Shapes that take each way through a backend, with every activation.
+/// Shapes that reach every kernel of a backend, with every activation.
 std::vector<LrpeCosineCase> cases_of_every_kind(Device device) {
   struct Shape {
     Dims shape, theta, grid;
     bool is_transposed;
   };
   const std::vector<Shape> shapes = {
-      {{2, 4, 70, 64}, {4, 64}, {}, false},          // the usual
-      {{2, 4, 70, 64}, {1, 1}, {}, true},            // one angle, summed over everything; heads inside
-      {{1, 1, 9001, 8}, {1, 8}, {}, false},          // a long sequence: pieces of sums and of softmaxes
-      {{1, 1, 1500, 33}, {1, 33}, {}, false},        // no vector fits
+      {{2, 4, 70, 64}, {4, 64}, {}, false},    // the usual
+      {{2, 4, 70, 64}, {1, 1}, {}, true},      // one angle, with a gradient summed over all elements; heads inside
+      {{1, 1, 9001, 8}, {1, 8}, {}, false},    // a long sequence: pieces of sums and of softmaxes
+      {{1, 1, 1500, 33}, {1, 33}, {}, false},  // no vector fits
       {{3, 2, 60, 128}, {2, 32}, {4, 5, 3}, false},  // a grid
       {{1, 2, 6, 2500}, {2, 600}, {2, 3}, false},    // long rows
       {{40, 30, 2, 16}, {30, 16}, {}, false},        // many short ones
@@ -47,7 +47,7 @@ std::vector<LrpeCosineCase> cases_of_every_kind(Device device) {
                                      .out_placement = layout.of({s.shape[0], s.shape[1], s.shape[2], 2 * s.shape[3]})},
                                     activation));
   }
-  // Positions that lie on the device, where no call may read them back.
+  // Positions on the device: a call must not read them back.
   const LrpeCosineCase plain{
       .device = device, .dtype = DType::bfloat16, .shape = {2, 3, 40, 64}, .theta_shape = {3, 64}};
   for (int kind = 0; kind < 3; ++kind) {
@@ -59,7 +59,8 @@ std::vector<LrpeCosineCase> cases_of_every_kind(Device device) {
   return cases;
 }
 
-/// What the header says of a call on a GPU with so many columns of a softmax over the sequence, in float32 or less.
+/// The header's limit of the workspace on a GPU, for this many columns of a softmax over the sequence, in float32 or
+/// less.
 std::size_t most_workspace_bytes(std::int64_t columns) {
   constexpr std::size_t kAccumulators = 4;
   return (std::size_t{4} << 20) + kAccumulators * sizeof(float) * static_cast<std::size_t>(columns);
@@ -78,7 +79,7 @@ TEST_P(LrpeCosineCalls, WhatIsAskedForBesideAResultChangesNoBitOfIt) {
     all.run();
     LrpeCosineCase changed = test_case;
     changed.has_grad_theta = false;
-    changed.has_x_in_backward = test_case.activation != Activation::none;  // not needed without
+    changed.has_x_in_backward = test_case.activation != Activation::none;  // not needed without an activation
     LrpeCosineRun only_x(changed);
     const std::vector<unsigned char> no_grad_theta = only_x.grad_theta.bytes();
     run_between_canaries(only_x);
@@ -104,7 +105,7 @@ TEST_P(LrpeCosineCalls, WhatIsAskedForBesideAResultChangesNoBitOfIt) {
 }
 
 TEST_P(LrpeCosineCalls, AnXThatIsNotNeededIsNotRead) {
-  // Without an activation dL/dx does not depend on x; NaN in it would show.
+  // Without an activation dL/dx does not depend on x: if it did, the NaN of x would show.
   LrpeCosineCase test_case{
       .dtype = DType::bfloat16, .shape = {2, 3, 20, 64}, .theta_shape = {3, 64}, .has_grad_theta = false};
   LrpeCosineRun expected(test_case);
@@ -117,7 +118,7 @@ TEST_P(LrpeCosineCalls, AnXThatIsNotNeededIsNotRead) {
 }
 
 TEST_P(LrpeCosineCalls, CallsThatFollowEachOtherMayShareAWorkspace) {
-  // All sum in pieces; none may overwrite what another has yet to add up.
+  // Every call sums in pieces, and must not overwrite partial sums that another call has yet to add up.
   expect_a_workspace_can_be_shared<LrpeCosineRun>(cases_of_every_kind(device()), 2, [](LrpeCosineRun& run) {
     return std::max(lrpe_cosine_forward_workspace_bytes(run.forward_args()),
                     lrpe_cosine_backward_workspace_bytes(run.backward_args()));
@@ -169,7 +170,7 @@ TEST_F(LrpeCosineOnCpu, TheNumberOfThreadsAndAPoolOfTheCallerChangeNoBit) {
 
 class LrpeCosineOnGpu : public OnGpu {};
 
-/// A tensor of which nothing is read: it has no memory.
+/// A tensor without memory, for a call that reads none of it.
 TensorView made_up(int number, DType dtype, const Dims& shape) {
   return TensorView::contiguous(reinterpret_cast<void*>(std::uintptr_t{1} << 44 | std::uintptr_t(number) << 40), dtype,
                                 shape, kCuda);

@@ -1,6 +1,6 @@
-// What a softmax over the sequence needs of each of its columns (batch entry, head, feature), in pieces of the sequence
-// that are merged in order: the logsumexp in the forward, the sum of a * g in the backward. And the sums that become
-// the gradient of theta.
+// The reductions of each column (batch entry, head, feature) of a softmax over the sequence: the logsumexp in the
+// forward, the sum of a * g in the backward. Pieces of the sequence are reduced, then merged in order. Also the sums
+// for the gradient of theta.
 #pragma once
 
 #include "cuda/row_launch.cuh"
@@ -8,8 +8,8 @@
 
 namespace eaves::cuda {
 
-/// Merges what the rows of a block have for each feature, in order, and calls finish(feature, merged) in one thread for
-/// each. `states` are those of the thread's kWidth features. May be called again and again.
+/// Merges the states of each feature over the rows of a block, in order, and calls finish(feature, merged) in one
+/// thread for each feature. `states` are the states of the thread's kWidth features. May be called repeatedly.
 template <int kWidth, typename State, typename Merge, typename Finish>
 __device__ void merge_rows(const LrpeTiling& tiling, const LrpePlace& place, const State (&states)[kWidth], Merge merge,
                            Finish finish) {
@@ -59,17 +59,18 @@ __global__ void __launch_bounds__(kLrpeThreads, 512 / kLrpeThreads)
                      [&](std::int64_t feature, const State& state) { partial[feature] = state; });
 }
 
-// Warps of a block that share the partials of 32 columns.
+// Warps of a block, which share the partials of 32 columns.
 inline constexpr int kLrpeMergeWarps = 8;
 
-/// The logsumexp of a column as a number and what its rounding has lost; NaN for that where it is infinite.
+/// Writes the logsumexp of a column as a number `high` and its rounding error `low`, which is NaN if `high` is
+/// infinite.
 template <typename A>
 __device__ void write_lse(const SoftmaxState<A>& state, A* high, A* low) {
   const double anchor = softmax_anchor(state.max);
   const double log_sum = ::log(static_cast<double>(state.sum));
   const double sum = anchor + log_sum;
   const double added = sum - anchor;
-  const double lost = (anchor - (sum - added)) + (log_sum - added);  // the exact error of the sum, after D. Knuth
+  const double lost = (anchor - (sum - added)) + (log_sum - added);  // the exact error of the sum (Knuth's TwoSum)
   const A rounded = static_cast<A>(sum);
   *high = rounded;
   *low = static_cast<A>((sum - static_cast<double>(rounded)) + lost);
@@ -133,8 +134,8 @@ void reduce_sequence(const char* op, const LrpeCosineForwardProblem& problem, co
 
 // ---- backward: the gradient of theta -------------------------------------------------------------------------------
 
-/// An element of grad_theta from the sums of the features, heads and partials that belong to it, `partials` [H,
-/// partial_count, D]: a block of kThreads an element.
+/// Sums the features, heads and partials of each element of grad_theta, `partials` [H, partial_count, D]: one block of
+/// kThreads for each element.
 template <typename Sum, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     finish_theta(const __grid_constant__ LrpeCosineAngles angles, const Sum* partials, std::int64_t heads,
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_previous_kernel();
   const std::int64_t theta_head = divide(blockIdx.x, angles.theta_features);
   const std::int64_t theta_feature = blockIdx.x - theta_head * angles.theta_features;
-  // One angle serves all features of its axis, or those at the same place of each axis.
+  // A single angle serves all features of its axis. Otherwise an element of theta serves the same feature of each axis.
   const bool is_one = angles.theta_features == 1;
   const std::int64_t with_axis = min(features, angles.axes * angles.axis_features);
   const std::int64_t stride = is_one ? 1 : angles.axis_features;

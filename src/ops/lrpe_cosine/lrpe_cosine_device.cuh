@@ -1,10 +1,10 @@
-// What the kernels of lrpe_cosine share: which thread has which tokens and features, the angles of a thread's features,
-// and the activations.
+// The device code that the kernels of lrpe_cosine share: the tokens and features of a thread, the angles of a thread's
+// features, and the activations.
 //
-// A thread has kWidth neighbouring features: a 16-byte vector, and where vectors do not fit one element
+// A thread has kWidth neighbouring features: a 16-byte vector, or one element if vectors do not fit
 // (lrpe_cosine_row_per_warp.cuh). The lanes of a token are neighbouring threads, and a block has as many tokens as fit.
-// Where the batch entries share their angles, a thread computes cosine and sine of one token once and walks through the
-// batch; elsewhere its tokens are neighbours. A softmax over a short sequence backward has its own way
+// If the batch entries share their angles, a thread computes cosine and sine of a token once and walks through the
+// batch; otherwise a thread's tokens are neighbours. The backward of a softmax over a short sequence has its own kernel
 // (lrpe_cosine_whole_columns.cuh).
 #pragma once
 
@@ -18,23 +18,23 @@
 namespace eaves::cuda {
 
 // H200, [12, 12, 8192, 128] bf16, backward of silu and of a softmax over the features: 128 threads 0.306 and 0.320 ms,
-// 256 threads 0.327 and 0.362. Smaller blocks leave fewer registers over.
+// 256 threads 0.327 and 0.362. Smaller blocks leave fewer registers unused.
 inline constexpr int kLrpeThreads = 128;
 
 // ---- threads, tokens and features ---------------------------------------------------------------------------------
 
-/// How the work of one head is cut: along x of the grid into row blocks, and into groups of lanes where a token has
-/// more lanes than a block; along y into chunks of the batch.
+/// The cut of the work of one head. Along x of the launch grid: row blocks, and groups of lanes if a token has more
+/// vectors than a block has threads. Along y: chunks of the batch.
 struct LrpeTiling {
   std::uint32_t log2_lanes = 0;  ///< threads that share a token: a power of two
-  std::uint32_t vectors = 0;     ///< of a token: D / kWidth; lanes at or beyond it have nothing to do
+  std::uint32_t vectors = 0;     ///< of a token: D / kWidth; lanes from this number on are idle
   std::uint32_t heads = 1;
   std::uint32_t row_blocks = 1;    ///< of a head
-  std::uint32_t steps = 1;         ///< how often a block moves on to its next rows
-  bool takes_heads_first = false;  ///< heads lie closer in memory than tokens: neighbouring blocks take them
+  std::uint32_t steps = 1;         ///< a block takes its next rows this many times
+  bool takes_heads_first = false;  ///< neighbouring blocks take neighbouring heads: these lie closer than tokens
   bool is_reversed = false;        ///< the last row block comes first
-  std::int64_t rows = 0;           ///< of a head: N where angles are shared by the batch, else B * N
-  std::int64_t chunk = 1;          ///< batch entries of a block, where angles are shared
+  std::int64_t rows = 0;           ///< of a head: N if the batch shares its angles, else B * N
+  std::int64_t chunk = 1;          ///< batch entries of a block, if angles are shared
   std::uint32_t chunks = 1;
 
   EAVES_HOST_DEVICE std::uint32_t lanes() const { return 1u << log2_lanes; }
@@ -78,16 +78,16 @@ inline std::uint32_t log2_lanes_for(std::int64_t vectors) {
   return log2;
 }
 
-/// Blocks along x.
+/// The number of blocks along x.
 inline std::int64_t blocks_of(const LrpeTiling& tiling) {
   return std::int64_t{tiling.heads} * tiling.row_blocks * ceil_divide(tiling.vectors, tiling.lanes());
 }
 
-/// Elements of a thread of T that lie in one 16-byte vector; float64 is a plain path.
+/// Elements of T in a 16-byte vector, a thread's features; 1 for float64, which has no vectors.
 template <typename T>
 inline constexpr int kLrpeVectorWidth = sizeof(T) == 8 ? 1 : Vector<T>::kSize;
 
-/// Every token's features are whole vectors. An axis of one has no stride that matters.
+/// Are every token's features whole vectors? The stride of an axis of size 1 does not matter.
 inline bool has_vectors(const void* data, const LrpeCosineStrides& strides, const LrpeCosineShape& shape,
                         std::int64_t element_bytes) {
   const std::int64_t size = 16 / element_bytes;
@@ -97,7 +97,7 @@ inline bool has_vectors(const void* data, const LrpeCosineStrides& strides, cons
          (shape.positions == 1 || strides[2] % size == 0);
 }
 
-/// kWidth neighbouring numbers of an [..., D] tensor of accumulators.
+/// Loads kWidth neighbouring numbers of an [..., D] tensor of accumulators.
 template <int kWidth, typename A>
 __device__ void load_accumulators(const A* address, A (&values)[kWidth]) {
   if constexpr (kWidth % 4 == 0 && sizeof(A) == 4) {
@@ -112,7 +112,7 @@ __device__ void load_accumulators(const A* address, A (&values)[kWidth]) {
   }
 }
 
-/// Of a softmax over the sequence: what e^x is divided by in a thread's columns. `lse` is [B * H, 2, D].
+/// The logsumexp of a thread's columns, for a softmax over the sequence. `lse` is [B * H, 2, D].
 template <typename A, int kWidth>
 struct ColumnLse {
   A high[kWidth];
@@ -124,7 +124,7 @@ struct ColumnLse {
     load_accumulators<kWidth>(first + features, low);
   }
 
-  /// log of the softmax of x in column i.
+  /// The log of the softmax of x in column i.
   __device__ A log_softmax(A x, int i) const { return (x - high[i]) - low[i]; }
 };
 
@@ -134,10 +134,10 @@ struct ColumnLse {
 template <typename T, int kWidth>
 struct FeatureAngles {
   using A = Accumulator<T>;
-  A theta[kWidth];          ///< 0 where a feature has no axis
-  std::int64_t first_axis;  ///< of the first feature
-  int in_first_axis;        ///< how many features belong to it; kWidth for most threads
-  A largest;                ///< of the sizes of theta that are not NaN
+  A theta[kWidth];          ///< 0 if a feature has no axis
+  std::int64_t first_axis;  ///< axis of the first feature
+  int in_first_axis;        ///< number of the features on this axis; kWidth for most threads
+  A largest;                ///< the largest |theta| that is not NaN
 
   __device__ FeatureAngles(const LrpeCosineAngles& angles, std::int64_t head, std::int64_t first_feature) {
     first_axis = angles.axis_of(first_feature);
@@ -187,8 +187,8 @@ struct FeatureAngles {
   }
 };
 
-/// A token of a head, where the batch entries' tokens count as one row of them, and where it lies in kTensors tensors.
-/// Moves on without dividing or multiplying.
+/// A token of a head, and its offsets in kTensors tensors. `row` counts the tokens of all batch entries behind each
+/// other. advance() does not divide as long as the batch entry stays the same.
 template <int kTensors>
 struct LrpeToken {
   std::int64_t row;
@@ -223,7 +223,7 @@ struct LrpeToken {
   }
 };
 
-/// angles.position() where it is more than a sum. A call: inlined for each feature of a vector, it was half of a
+/// angles.position() without computes_positions. Not inlined: inlined for each feature of a vector, it was half of a
 /// kernel's instructions.
 __device__ __noinline__ inline std::int64_t general_position(const LrpeCosineAngles& angles, std::int64_t batch,
                                                              std::int64_t n, std::int64_t axis) {
@@ -253,7 +253,7 @@ struct TokenAngles {
     sine_cosine(phi, farthest * features.largest, sine, cosine);
   }
 
-  /// Calls body(i, position of feature i), position 0 where there is none.
+  /// Calls body(i, position of feature i); the position is 0 if the feature has no angle.
   template <typename Body>
   __device__ static void for_each_position(const LrpeCosineAngles& angles, const FeatureAngles<T, kWidth>& features,
                                            std::int64_t batch, std::int64_t n, Body body) {
@@ -285,16 +285,16 @@ struct TokenAngles {
 
 // ---- activations ---------------------------------------------------------------------------------------------------
 
-/// e^x to 2e-7 of itself for float32 results: the rounding of x * log2(e) is taken out again. 16-bit results do not see
-/// it.
+/// e^x, with a relative error of 2e-7 for float32 results: the rounding of x * log2(e) is corrected. 16-bit results are
+/// too coarse for the correction.
 template <typename T>
 __device__ Accumulator<T> precise_exponential(Accumulator<T> x) {
   if constexpr (std::is_same_v<T, float>) {
     const float high = x * kLog2E;
     const float power = exp2_approximate(high);
-    // With what float32 has lost of log2(e).
+    // Includes log2(e) - kLog2E, the rounding of log2(e) to float32.
     const float low = fmaf(x, 1.925963e-8f, fmaf(x, kLog2E, -high));
-    // Beyond 128 the power is 0 or infinite, and what is left may be infinity minus infinity.
+    // Beyond 128 the power is 0 or infinite, and `low` may be inf - inf.
     return fabsf(high) < 128.0f ? fmaf(power, low * 0.693147181f, power) : power;
   } else {
     return exponential(x);
@@ -308,7 +308,7 @@ __device__ inline float reciprocal(float x) {
 }
 __device__ inline double reciprocal(double x) { return 1.0 / x; }
 
-/// activation(x), for the elementwise ones.
+/// Replaces x by activation(x), for elementwise activations.
 template <typename T, int kWidth>
 __device__ void activate(Activation activation, Accumulator<T> (&x)[kWidth]) {
   using A = Accumulator<T>;
@@ -324,7 +324,7 @@ __device__ void activate(Activation activation, Accumulator<T> (&x)[kWidth]) {
   }
 }
 
-/// The same, and the derivative at x.
+/// Replaces x by activation(x), and computes the derivative at x.
 template <typename T, int kWidth>
 __device__ void activate(Activation activation, Accumulator<T> (&x)[kWidth], Accumulator<T> (&derivative)[kWidth]) {
   using A = Accumulator<T>;
@@ -338,7 +338,7 @@ __device__ void activate(Activation activation, Accumulator<T> (&x)[kWidth], Acc
   }
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
-    // Of the smaller of s(x) and s(-x), so that neither overflows and neither is 1 minus something near 1.
+    // e^-|x| gives both s(|x|) and s(-|x|): it does not overflow, and no result is 1 minus a number near 1.
     const A power = precise_exponential<T>(-fabs(x[i]));
     const A larger = reciprocal(A(1) + power);
     const A smaller = power * larger;
@@ -354,7 +354,7 @@ __device__ void activate(Activation activation, Accumulator<T> (&x)[kWidth], Acc
   }
 }
 
-/// Over the lanes of a token, neighbours within a warp; all lanes of the warp call it.
+/// Reduces a value over the lanes of a token, which are neighbours in a warp. All lanes of the warp call it.
 template <typename A, typename Combine>
 __device__ A over_lanes(A value, std::uint32_t lanes, Combine combine) {
   for (std::uint32_t mask = lanes / 2; mask > 0; mask /= 2) {
@@ -363,7 +363,7 @@ __device__ A over_lanes(A value, std::uint32_t lanes, Combine combine) {
   return value;
 }
 
-/// softmax over a token's features, of which a thread has kWidth; -inf stands for those that it lacks.
+/// Softmax over a token's features. A thread has kWidth of them; a missing feature is -inf.
 template <typename T, int kWidth>
 __device__ void feature_softmax(Accumulator<T> (&x)[kWidth], std::uint32_t lanes) {
   using A = Accumulator<T>;
@@ -374,7 +374,7 @@ __device__ void feature_softmax(Accumulator<T> (&x)[kWidth], std::uint32_t lanes
   A sum = A(0);
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
-    x[i] = precise_exponential<T>(x[i] - max);  // NaN where all are -inf, or one is +inf
+    x[i] = precise_exponential<T>(x[i] - max);  // NaN if all x are -inf, or one is +inf
     sum += x[i];
   }
   sum = over_lanes(sum, lanes, [](A a, A b) { return a + b; });

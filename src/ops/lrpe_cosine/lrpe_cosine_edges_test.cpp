@@ -1,5 +1,5 @@
-// What lrpe_cosine makes of infinities and NaN, of elements that an exponential cannot hold, of zeros of either sign,
-// and of nothing.
+// lrpe_cosine with infinities and NaN, with elements so large that their exponential overflows, with zeros of either
+// sign, and with empty tensors.
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -21,8 +21,8 @@ EAVES_EACH_DEVICE(LrpeCosineEdges);
 double normal(std::int64_t i) { return random_normal(67, static_cast<std::uint64_t>(i)); }
 
 TEST_P(LrpeCosineEdges, InfinitiesAndNaNFollowTheFormula) {
-  // Each feature holds one of them at every position, extra tokens among them: inf * sin(0) is NaN. So theta's gradient
-  // of one feature says nothing of another's.
+  // Each feature has one special value at every position, also in extra tokens, where inf * sin(0) is NaN. So theta's
+  // gradient of one feature does not mix special values.
   const double specials[] = {kInfinity, -kInfinity, kNaN, 0.0, 1.5, -1.5, -0.0};
   for (const LrpeCosineActivation& activation : every_activation()) {
     if (activation.activation == Activation::softmax) continue;
@@ -38,7 +38,7 @@ TEST_P(LrpeCosineEdges, InfinitiesAndNaNFollowTheFormula) {
 }
 
 TEST_P(LrpeCosineEdges, ANaNStaysWhereItIs) {
-  // One element of x, in the middle: the elementwise activations spread it over nothing else.
+  // One special element of x, in the middle: with elementwise activations it changes no other element.
   for (const auto& [activation, special] :
        combine<LrpeCosineActivation, double>(every_activation(), {kNaN, kInfinity, -kInfinity})) {
     check_lrpe_cosine(with_activation({.dtype = DType::bfloat16,
@@ -50,7 +50,7 @@ TEST_P(LrpeCosineEdges, ANaNStaysWhereItIs) {
 }
 
 TEST_P(LrpeCosineEdges, ElementsThatAnExponentialCannotHold) {
-  // e^88 and e^-88 are the last that float32 holds, e^104 and e^-104 are beyond its subnormals too.
+  // float32 can represent e^88 but not e^89, and e^-103 (a subnormal number) but not e^-104.
   const std::vector<double> sizes = {20.0, 80.0, 87.0, 88.0, 89.0, 103.0, 104.0, 1e4, 3e4};
   for (const auto& [activation, dtype, size, sign] : combine<LrpeCosineActivation, DType, double, double>(
            every_activation(), floating_point_dtypes(), sizes, {1.0, -1.0})) {
@@ -67,7 +67,7 @@ TEST_P(LrpeCosineEdges, SoftmaxesOfHugeElementsAreThoseOfTheirDifferences) {
        combine<LrpeCosineActivation, DType>({every_activation()[4], every_activation()[5]}, floating_point_dtypes())) {
     const double huge = 0.75 * largest_finite(dtype);
     for (const double sign : {1.0, -1.0}) {
-      // A mask is as large as a number can be; two elements of each row, or of each feature, are not masked.
+      // The mask is the largest number of the dtype; two elements of each row, or of each feature, are not masked.
       check_lrpe_cosine(with_activation({.dtype = dtype,
                                          .shape = {1, 2, 10, 20},
                                          .theta_shape = {2, 20},
@@ -78,7 +78,7 @@ TEST_P(LrpeCosineEdges, SoftmaxesOfHugeElementsAreThoseOfTheirDifferences) {
                                              }},
                                         activation));
     }
-    // Rising: every element raises the maximum by more than an exponential can hold.
+    // Every element raises the maximum so far that the exponential of the difference overflows float32.
     check_lrpe_cosine(
         with_activation({.dtype = dtype,
                          .shape = {1, 1, 150, 24},
@@ -90,7 +90,7 @@ TEST_P(LrpeCosineEdges, SoftmaxesOfHugeElementsAreThoseOfTheirDifferences) {
 
 TEST_P(LrpeCosineEdges, SoftmaxesOverInfinitiesFollowPyTorch) {
   struct Special {
-    double first, others;  // what a row holds at one place, and everywhere else; NaN of the kind `normal` where 0
+    double first, others;  // the value of one element of a row, and of the others; 0: normal()
     const char* reason;
   };
   const Special specials[] = {
@@ -128,7 +128,7 @@ TEST_P(LrpeCosineEdges, SoftmaxesOverInfinitiesFollowPyTorch) {
 }
 
 TEST_P(LrpeCosineEdges, ABlockOfMinusInfinityBeforeTheRestChangesNothing) {
-  // Whatever a kernel takes at once, its first pieces have nothing finite in them.
+  // The first pieces of the sequence have no finite element, for any size of a kernel's pieces.
   for (const DType dtype : {DType::bfloat16, DType::float32}) {
     check_lrpe_cosine({.dtype = dtype,
                        .shape = {1, 1, 5003, 8},
@@ -145,7 +145,7 @@ TEST_P(LrpeCosineEdges, ABlockOfMinusInfinityBeforeTheRestChangesNothing) {
 }
 
 TEST_P(LrpeCosineEdges, AMaximumThatRisesLateIsFollowed) {
-  // Each quarter raises it, by less and by more than any kernel lets it lag behind.
+  // Each quarter raises the maximum, by less and by more than the slack of any kernel.
   for (const auto& [step, dtype] :
        combine<double, DType>({3.0, 6.0, 25.0, 70.0}, {DType::bfloat16, DType::float32, DType::float64})) {
     check_lrpe_cosine({.dtype = dtype,
@@ -173,7 +173,7 @@ TEST_P(LrpeCosineEdges, ReluIsZeroWithDerivativeZeroAtZerosOfEitherSign) {
 }
 
 TEST_P(LrpeCosineEdges, ReluPassesThePositiveAndTheNaN) {
-  // 1e-37 is positive, small as it is.
+  // 1e-37 is small but positive.
   LrpeCosineRun run({.dtype = DType::float32,
                      .shape = {1, 1, 1, 4},
                      .theta_shape = {1, 4},
@@ -196,7 +196,7 @@ TEST_P(LrpeCosineEdges, ReluPassesThePositiveAndTheNaN) {
 TEST_P(LrpeCosineEdges, AThetaThatIsNoNumberGivesNaNWhereItIsUsedAndNowhereElse) {
   for (const auto& [activation, dtype, special, features] : combine<LrpeCosineActivation, DType, double, std::int64_t>(
            every_activation(), floating_point_dtypes(), {kNaN, kInfinity, -kInfinity}, {20, 64})) {
-    // Position 0 is among them: no number times 0 is none either. Extra tokens use no theta.
+    // At position 0 the product of an infinity or NaN with 0 is NaN too. Extra tokens do not use theta.
     check_lrpe_cosine(with_activation({.dtype = dtype,
                                        .shape = {2, 3, 5, features},
                                        .theta_shape = {3, 16},
@@ -250,7 +250,7 @@ TEST_P(LrpeCosineEdges, EmptyTensorsAreLegalAndThetasGradientIsZeroThere) {
   for (const auto& [c, activation, dtype] : combine<Case, LrpeCosineActivation, DType>(
            cases, every_activation(), {DType::bfloat16, DType::float32, DType::float64})) {
     SCOPED_TRACE(c.reason);
-    // Compares every element with the oracle's: the lse of no positions is -inf, a sum of nothing 0.
+    // Compares with the oracle: without positions the lse is -inf, and a sum is 0.
     check_lrpe_cosine(with_activation(
         {.dtype = dtype, .shape = c.shape, .theta_shape = c.theta, .grid = c.grid, .extra_tokens = c.extra_tokens},
         activation));
@@ -271,7 +271,7 @@ TEST_P(LrpeCosineEdges, ThetasGradientIsZeroByItsStridesWhereNothingIsSummed) {
 }
 
 TEST_P(LrpeCosineEdges, PositionsOfNothingAreLegal) {
-  // No tokens: lists of no positions, and the one entry of no sequences, and of one without tokens.
+  // No tokens: an empty list of positions, cu_seqlens of no sequence (one entry), and of one empty sequence.
   TestTensor positions(device(), DType::int64, {0}), offsets(device(), DType::int32, {2});
   TestTensor starts(device(), DType::int64, {1}), two_starts(device(), DType::int32, {2});
   offsets.fill([](std::int64_t) { return 5.0; });
@@ -295,7 +295,7 @@ TEST_P(LrpeCosineEdges, PositionsOfNothingAreLegal) {
 }
 
 TEST_P(LrpeCosineEdges, PositionsOfExtraTokensAreNotRead) {
-  // Any number may stand there, and the page need not be mapped.
+  // The positions of extra tokens are arbitrary, and their memory need not be mapped.
   LrpeCosineCase test_case{.dtype = DType::bfloat16,
                            .shape = {2, 3, 6, 16},
                            .theta_shape = {3, 16},

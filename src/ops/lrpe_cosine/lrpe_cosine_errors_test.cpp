@@ -1,4 +1,4 @@
-// Every sentence with which lrpe_cosine refuses a call, and that nothing is written when it does.
+// Every message with which lrpe_cosine refuses a call; a refused call writes nothing.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -24,8 +24,8 @@ const std::string kFloating = ", expected float32 or float64 or float16 or bfloa
 const std::string kCountsAsMissing =
     " has data but counts as missing, expected a view made by contiguous() or strided()";
 
-/// Arguments of a legal call, for a test to spoil one of them: two batch entries, three heads, four positions, two
-/// features; a softmax over the sequence, which has the most arguments.
+/// The arguments of a legal call: two batch entries, three heads, four positions, two features, and a softmax over the
+/// sequence, which has the most arguments. A test makes one of them illegal.
 class LrpeCosineErrors : public ::testing::Test {
  protected:
   static constexpr std::int64_t kElements = 2 * 3 * 4 * 2;
@@ -69,7 +69,7 @@ class LrpeCosineErrors : public ::testing::Test {
                                      .grad_theta = grad_theta_.view({3, 2})}};
 
   TensorView integers(const Dims& shape) { return view(integers_, DType::int64, shape); }
-  /// A list of integers in what they take for the memory of an output.
+  /// A list of integers in the memory of an output.
   static TensorView integers_in(std::vector<float>& memory, const Dims& shape) {
     return view(memory, DType::int64, shape);
   }
@@ -79,8 +79,8 @@ class LrpeCosineErrors : public ::testing::Test {
     EXPECT_EQ(x_, std::vector<float>(x_.size(), 1.0f)) << "x was written";
   }
 
-  /// What both calls refuse in the same words. `change` gets the arguments of one of them; "<x>" in the sentence is the
-  /// tensor that gives the sizes.
+  /// Expects that forward and backward refuse a call with the same message. `change` gets the arguments of one of them;
+  /// "<x>" in the message is the tensor that gives the sizes.
   template <typename Error = InvalidArgument, typename Change>
   void both_refuse(Change change, const std::string& sentence) {
     std::string of_forward = sentence, of_backward = sentence;
@@ -91,7 +91,7 @@ class LrpeCosineErrors : public ::testing::Test {
     forward_.refuses<Error>({{change, of_forward}});
     backward_.refuses<Error>({{change, of_backward}});
   }
-  /// The same of the tensor of the angles that `tensor` is.
+  /// The same for a change of one tensor of the angles.
   void both_refuse(TensorView LrpeAngles::*tensor, const TensorView& other, const std::string& sentence) {
     both_refuse([&](auto& args) { args.angles.*tensor = other; }, sentence);
   }
@@ -125,7 +125,7 @@ TEST_F(LrpeCosineErrors, AnXThatTheBackwardNeeds) {
   const char* const sentence = "x is missing, expected it with an activation, and for grad_theta";
   for (const Activation activation : {Activation::none, Activation::relu, Activation::sigmoid, Activation::silu}) {
     const auto spoil = [&](Backward& args) { args.x = args.lse = {}, args.activation = activation; };
-    backward_.refuses({{spoil, sentence}});  // of grad_theta
+    backward_.refuses({{spoil, sentence}});  // x is needed for grad_theta
     if (activation == Activation::none) continue;
     backward_.refuses({{[&](Backward& args) { spoil(args), args.grad_theta = {}; }, sentence}});
   }
@@ -167,7 +167,7 @@ TEST_F(LrpeCosineErrors, Shapes) {
   both_refuse([&](auto& args) { args.lse = lse_.view({12}); }, "lse has shape [12]" + lse);
   const TensorView without_pairs = lse_.view({2, 3, 2});
   both_refuse([&](auto& args) { args.lse = without_pairs; }, "lse has shape [2, 3, 2]" + lse);
-  // Though nothing would be read of it.
+  // x is checked even if it is not read.
   backward_.legal.activation = Activation::none;
   backward_.legal.lse = backward_.legal.grad_theta = {};
   backward_.refuses({{&Backward::x, view(x_, DType::float32, {2, 3, 2, 4}), "x has shape [2, 3, 2, 4]" + half}});
@@ -415,7 +415,7 @@ TEST_F(LrpeCosineErrors, OutputsThatOverlap) {
 }
 
 TEST_F(LrpeCosineErrors, PackedSequencesThatOverlapAnOutput) {
-  // Memory whose float32 are not -5: it has to hold legal starts.
+  // cu_seqlens lies in the output's memory, so this memory has to hold legal starts instead of the usual -5.
   std::vector<std::int64_t> memory(64, 0);
   memory[1] = 4;
   const std::vector<std::int64_t> before = memory;
@@ -440,7 +440,7 @@ TEST_F(LrpeCosineErrors, Threads) {
 }
 
 TEST_F(LrpeCosineErrors, MemoryThatInterleavesWithoutSharingIsLegal) {
-  // x and out side by side in each row of one buffer, and so are the gradients.
+  // Each row of one buffer holds a row of x, then a row of out; likewise for the gradients.
   std::vector<float> buffer(24 * 6, 1.0f);
   const Dims strides = {72, 24, 6, 1};
   Forward forward = forward_.legal;

@@ -1,5 +1,5 @@
 // The forward of lrpe_cosine on the CPU: tiles (lrpe_cosine_tiles.h) are read once and written twice, times the cosines
-// and times the sines. A softmax over the sequence has its statistics first.
+// and times the sines. The statistics of a softmax over the sequence are computed first.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/lrpe_cosine/lrpe_cosine_forward_cpu.cpp"
 #include <hwy/foreach_target.h>  // first: compiles this file once per level of vector instructions
@@ -23,7 +23,7 @@ struct ForwardTensors {
   OutputTensor<T> out;
 };
 
-/// A row of `count` contiguous features.
+/// Encodes a row of `count` contiguous features.
 template <LrpeKind kKind, typename T>
 HWY_INLINE void encode_row(Activation activation, bool is_past_caches, const T* x, std::int64_t count,
                            const AngleRow<Accumulator<T>>& angles, const Normalizer<Accumulator<T>>& row,
@@ -49,7 +49,7 @@ HWY_INLINE void encode_row(Activation activation, bool is_past_caches, const T* 
   }
 }
 
-/// Rows of unit stride that are in one chunk: nothing but pointers that move on.
+/// Encodes rows of unit stride that fit one chunk; the loop only advances pointers.
 template <LrpeKind kKind, typename T>
 void encode_rows(const ForwardTensors<T>& tensors, std::int64_t features, const TokenTile& tile, const TokenTile& next,
                  const Normalizers<Accumulator<T>>& columns, AngleTable<T>& table) {
@@ -64,7 +64,7 @@ void encode_rows(const ForwardTensors<T>& tensors, std::int64_t features, const 
       row = normalizer_of_row<T>(features, [&](std::int64_t first, std::int64_t) { return x + first; });
     }
     if (tensors.out.is_past_caches) {
-      // The same row of the next batch entry: far away in memory, where no prefetcher of the machine would look.
+      // Prefetches the same row of the next batch entry: it is too far away for the hardware prefetcher.
       fetch_ahead(ahead, features);
     }
     encode_row<kKind>(tensors.activation, tensors.out.is_past_caches, x, features, angles, row, columns, out,
@@ -114,7 +114,7 @@ struct SequenceNormalizers {
       : width(width), shift(static_cast<std::size_t>(heads * width)), scale(shift.size()) {}
 };
 
-/// A logsumexp as a number and what its rounding has lost, which is a NaN where the number is infinite: inf - inf.
+/// A logsumexp as a number `high` and its rounding error `low`. If `high` is infinite, `low` is inf - inf, a NaN.
 template <typename A>
 struct SplitLse {
   A high, low;
@@ -130,7 +130,7 @@ struct SplitLse {
   }
 };
 
-/// Also writes the lse, where there is one.
+/// Computes the normalizers, and writes the lse if the caller wants it.
 template <typename T>
 void reduce_sequences(const LrpeCosineForwardProblem& problem, const ExecutionContext& context,
                       SequenceNormalizers<Accumulator<T>>& normalizers) {
@@ -162,7 +162,7 @@ template <typename T>
 void forward_of(const LrpeCosineForwardProblem& problem, const ExecutionContext& context) {
   using A = Accumulator<T>;
   const LrpeCosineShape& shape = problem.shape;
-  if (shape.positions == 0) {  // what is left to do of an empty problem
+  if (shape.positions == 0) {  // an empty problem has only the lse to write
     A* lse = static_cast<A*>(problem.lse);
     for (std::int64_t head = 0; head < shape.batch * shape.heads; ++head) {
       lse = std::fill_n(lse, shape.features, -infinity<A>());
@@ -181,7 +181,7 @@ void forward_of(const LrpeCosineForwardProblem& problem, const ExecutionContext&
   const auto encode = problem.kind == LrpeKind::feature_softmax ? encode_tile<LrpeKind::feature_softmax, T>
                       : is_over_sequence                        ? encode_tile<LrpeKind::sequence_softmax, T>
                                                                 : encode_tile<LrpeKind::elementwise, T>;
-  // Not x, half as long: with it all of float32's rows take longer.
+  // Prefetches out and not x, which is half as long: prefetching x makes all float32 rows slower.
   const auto ahead = [&](const TokenTile& tile, std::int64_t n) {
     const bool is_in_caches = tensors.out.strides[3] == 1 && !tensors.out.is_past_caches;
     if (is_in_caches) fetch_ahead(tensors.out.at(tile, n, 0), 2 * shape.features);

@@ -1,6 +1,6 @@
-// The forward of lrpe_cosine on a GPU: one kernel that reads x and writes both halves of out, for rows of whole
-// vectors, and one for all others (lrpe_cosine_row_per_warp.cuh). A softmax over the sequence has its column statistics
-// first (lrpe_cosine_columns.cuh).
+// The forward of lrpe_cosine on a GPU: one kernel for rows of whole vectors, which reads x and writes both halves of
+// out, and one kernel for all other rows (lrpe_cosine_row_per_warp.cuh). The column statistics of a softmax over the
+// sequence are computed first (lrpe_cosine_columns.cuh).
 #include "core/dispatch.h"
 #include "ops/lrpe_cosine/lrpe_cosine_columns.cuh"
 #include "ops/lrpe_cosine/lrpe_cosine_device.cuh"
@@ -27,7 +27,8 @@ struct EncodeArguments {
   LrpeCosineAngles angles;
 };
 
-/// Shared angles: kLrpeSlots batch entries are loaded before the first is used. Others: kLrpeTokens tokens.
+/// A thread loads several vectors before it uses the first: with shared angles of kLrpeSlots batch entries, otherwise
+/// of kLrpeTokens tokens.
 template <typename T, LrpeKind kKind, bool kIsShared>
 __global__ void __launch_bounds__(kLrpeThreads, !kIsShared                            ? 6
                                                 : kKind == LrpeKind::sequence_softmax ? 5
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(kLrpeThreads, !kIsShared                      
   const std::int64_t block_rows = p.tiling.block_rows();
   const std::int64_t first_row =
       std::int64_t{place.row_block} * p.tiling.steps * (kIsShared ? 1 : kLrpeTokens) * block_rows + place.row;
-  // The features of a token are a softmax's row: all lanes of its warp go on, with -inf where they have none.
+  // A softmax over the features reduces over the warp: all its lanes go on, with -inf for missing features.
   if (kKind != LrpeKind::feature_softmax && (!has_features || first_row >= p.tiling.rows)) return;
   const T* const x_head = p.x + head * p.x_strides[1] + feature * p.x_strides[3];
   T* const out_head = p.out + head * p.out_strides[1] + feature * p.out_strides[3];
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kLrpeThreads, !kIsShared                      
         batch[s] = read(has_row && base + s < last_batch, x_row + (base + s) * p.x_strides[0]);
       }
     };
-    read_slots(first_batch);  // on their way while the angles are computed
+    read_slots(first_batch);  // in flight while the angles are computed
     if (has_row) token.compute(p.angles, FeatureAngles<T, kWidth>(p.angles, head, feature), 0, first_row);
     for (std::int64_t base = first_batch; base < last_batch; base += kLrpeSlots) {
       if (base != first_batch) read_slots(base);

@@ -1,5 +1,5 @@
-// The backward of lrpe_cosine against its forward: central differences in float64, the one test that knows nothing of
-// the gradients' formulas.
+// The backward of lrpe_cosine against its forward: central differences in float64, the only test that does not use the
+// formulas of the gradients.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -31,7 +31,7 @@ double slope_of(LrpeCosineRun& run, TestTensor& tensor, std::int64_t i) {
 }
 
 void check_gradients(const LrpeCosineCase& test_case) {
-  // The differences' own error: a step squared times a third derivative, which theta's has positions cubed in, and the
+  // The error of the differences: a step squared times a third derivative (theta's has a factor of position^3), and the
   // rounding of a loss of about 30 divided by the step.
   constexpr double kWithin = 1e-6;
   SCOPED_TRACE(description_of(test_case));

@@ -1,6 +1,6 @@
-// Tensors too large for an oracle that looks at every element. Those beyond 2^31 elements, for every index that would
-// not survive 32 bits, are slow (gigabytes), so their names start with Slow; they are skipped, with the reason, where
-// memory is short. A CPU would take minutes for each, and gets a few rows that lie as far apart instead.
+// Tensors too large for an oracle that computes every element. Tests beyond 2^31 elements, for every index that does
+// not fit 32 bits, need gigabytes, so their names start with Slow; a test is skipped, with the reason, if memory is
+// short. A CPU would take minutes for each: its tensors have a few rows that lie as far apart instead.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -29,12 +29,12 @@ struct LargeCase {
   bool is_transposed;  ///< [B, N, H, D] in memory
   Activation activation;
   int activation_dim;
-  std::int64_t gap = 1;  ///< rows are that many rows apart
+  std::int64_t gap = 1;  ///< the distance of rows in memory, in rows
 };
 
-/// x is a constant everywhere but for marked elements at the start, in the middle and at the end, the last of them
-/// beyond 2^31; grad_out is 0 everywhere but for theirs. So every result has a closed formula: what is marked is one
-/// element of its row and of its column.
+/// x is constant except for marked elements at the start, in the middle and at the end, the last of them beyond 2^31.
+/// grad_out is 0 except at the marked elements. Every result has a closed formula, because a row and a column have at
+/// most one marked element.
 class LargeCheck {
  public:
   LargeCheck(Device device, const LargeCase& large) : device_(device), case_(large), shape_(large.shape) {
@@ -53,14 +53,14 @@ class LargeCheck {
   void run() {
     const std::int64_t count = shape_[0] * shape_[1] * shape_[2] * shape_[3] * case_.gap;
     const std::int64_t columns = shape_[0] * shape_[1] * shape_[3];
-    // All tensors; or the largest, where rows are far apart and nothing between them is touched. Behind it lse, and
-    // four accumulators of a workspace.
+    // The bytes of all tensors, or of the largest one if rows are far apart, because the memory between them is not
+    // touched. Then lse, and a workspace of four accumulators for each column.
     const std::int64_t bytes = (case_.gap == 1 ? 8 : 4) * count + 24 * columns;
     if (runtime::free_memory_bytes(device_) < bytes + (std::int64_t{1} << 30)) {
       GTEST_SKIP() << "needs " << (bytes >> 20) << " MiB, " << (runtime::free_memory_bytes(device_) >> 20)
                    << " are free";
     }
-    // grad_out has the memory of out, which has been looked at by then.
+    // grad_out reuses the memory of out, which has been checked by then.
     const LargeMemory x(device_, 2 * count), out(device_, 4 * count), grad_x(device_, 2 * count);
     const Memory theta(device_, 4 * kAngles), grad_theta(device_, 4 * kAngles), lse(device_, 8 * columns);
     fill(x, shape_[3], kByte);
@@ -121,14 +121,14 @@ class LargeCheck {
   static constexpr double kValue = 0.74609375;
   static constexpr std::uint16_t kMarkerBits = 0x4140, kOneBits = 0x3f80, kTwoBits = 0x4000;
   static constexpr double kMarker = 12.0;
-  static constexpr std::int64_t kAngles = 20;  ///< the other features have none: angles are most of a CPU's time
+  static constexpr std::int64_t kAngles = 20;  ///< few: angles take most of a CPU's time; other features have angle 0
 
   static float rate(std::int64_t d) { return std::pow(10.0f, -static_cast<float>(d % 7)) * 0.7f; }
 
-  /// Angles are float32 products of positions that float32 has rounded.
+  /// The float32 product of theta and the position rounded to float32.
   static double phi(const Index& at) { return at[3] < kAngles ? rate(at[3]) * static_cast<float>(at[2]) : 0.0f; }
 
-  /// Each row of features, or where they touch all at once.
+  /// Fills the rows one by one, or all at once if they touch.
   void fill(const Memory& memory, std::int64_t features, unsigned char byte) const {
     const std::int64_t rows = shape_[0] * shape_[1] * shape_[2];
     const std::int64_t runs = case_.gap == 1 ? 1 : rows;
@@ -174,7 +174,7 @@ class LargeCheck {
 
   bool is_marked(const Index& at) const { return std::find(marked_.begin(), marked_.end(), at) != marked_.end(); }
 
-  /// The marked elements of the softmax that `at` belongs to.
+  /// The marked elements in the softmax of `at`.
   std::vector<Index> marked_beside(const Index& at) const {
     std::vector<Index> beside;
     const int own_axis = case_.activation_dim == -1 ? 3 : 2;
@@ -195,7 +195,7 @@ class LargeCheck {
     return std::exp(z) / ((size - others) * std::exp(kValue) + others * std::exp(kMarker));
   }
 
-  /// dL/d(activated): 1 * cos + 2 * sin where marked.
+  /// dL/d(activated): 1 * cos + 2 * sin at a marked element, else 0.
   double upstream(const Index& at) const { return is_marked(at) ? std::cos(phi(at)) + 2.0 * std::sin(phi(at)) : 0.0; }
 
   double gradient(const Index& at) const {
@@ -229,7 +229,7 @@ TEST_P(LrpeCosineSampled, MoreElementsThanAGpuHasThreadsForMatchAClosedFormula) 
 }
 
 TEST_P(LrpeCosineSampled, MoreFeaturesThan65535BlocksHaveThreads) {
-  // One token. No vector fits the odd number of features, and 65535 blocks of 128 threads leave the last one over.
+  // One token. Vectors do not fit the odd number of features, and 65535 blocks of 128 threads miss the last feature.
   constexpr std::int64_t kFeatures = 65535 * 128 + 1;
   constexpr std::uint16_t kMarkerBits = 0x4140, kOneBits = 0x3f80, kTwoBits = 0x4000;
   constexpr double kMarker = 12.0, kValue = 0.74609375;  // 0x3f3f in bfloat16
@@ -267,7 +267,7 @@ TEST_P(LrpeCosineSampled, MoreFeaturesThan65535BlocksHaveThreads) {
   for (std::int64_t at = 1; at < kFeatures / 2; at += 9973) expect_out(at, kValue);
   for (std::int64_t at = kFeatures / 2 + 1; at < kFeatures - 2; at += 9973) expect_out(at, kValue);
 
-  // Only what is marked is taught anything: 1 by the cosine, 2 by the sine.
+  // grad_out is 0 except at the marked features: 1 in the cosine half, 2 in the sine half.
   runtime::fill_bytes(device(), out.data(), 0, static_cast<std::size_t>(4 * kFeatures));
   for (const std::int64_t at : marked) {
     write(out, at, kOneBits);

@@ -1,5 +1,5 @@
-// How a call of lrpe_cosine will go on a GPU: which kernel, how the work is cut, how much scratch memory. The one
-// source of both the launches and the workspace.
+// The plan of a call of lrpe_cosine on a GPU: its kernel, its tiling and its scratch memory. Both the launches and the
+// size of the workspace come from this plan.
 #pragma once
 
 #include <algorithm>
@@ -13,42 +13,43 @@ struct LrpePlan {
   LrpeKind kind = LrpeKind::none;
   bool is_shared = false;           ///< the angles of a token serve the whole batch
   bool has_vectors = false;         ///< a thread has a 16-byte vector of features, not one element
-  bool has_row_per_warp = false;    ///< lrpe_cosine_row_per_warp.cuh: any strides, any features, float64
-  std::int64_t warps_per_head = 0;  ///< where it has
-  bool has_whole_columns = false;   ///< backward of a softmax over the sequence: a block reads whole columns, once
+  bool has_row_per_warp = false;    ///< takes lrpe_cosine_row_per_warp.cuh: any strides, any features, float64
+  std::int64_t warps_per_head = 0;  ///< with has_row_per_warp
+  bool has_whole_columns = false;   ///< backward of a softmax over the sequence: a block reads whole columns once
   bool has_dependent_launch = false;
   LrpeTiling tiling;
-  LrpeTiling columns;               ///< of a softmax over the sequence: "heads" are heads of all batch entries
-  std::int64_t theta_partials = 0;  ///< sums of each head on the way to grad_theta; 0 without it
+  LrpeTiling columns;               ///< for a softmax over the sequence; its heads are heads of all batch entries
+  std::int64_t theta_partials = 0;  ///< partial sums of grad_theta for each head; 0 without grad_theta
   std::size_t columns_bytes = 0;    ///< of the workspace's first part
   std::size_t workspace_bytes = 0;
 };
 
-// Blocks of a launch that fill a GPU many times over, so that the last ones matter little.
+// Blocks of a launch for each multiprocessor: they fill a GPU many times over, so that the last ones matter little.
 inline constexpr std::int64_t kLrpeBlocksPerMultiprocessor = 32;
-// Of each kind of scratch memory: few enough bytes to stay in the cache, more than enough partials.
+// The limit of each kind of scratch memory: it stays in the cache, and is more than enough for the partials.
 inline constexpr std::int64_t kLrpeMostPartialBytes = 2 << 20;
 inline constexpr std::int64_t kLrpeColumnsAtATime = 8;
 
-/// Batch entries with shared angles that a thread loads before it uses the first: of one vector each in the forward,
-/// two or three in the backward. H200, [12, 12, n, d] bf16, gradient without an activation, 2 and 4 entries, time over
-/// limit: n = 1024 and d = 128 0.96 and 0.93, 8192 and 96 1.00 and 0.93, 8 x 8 x 8 and 128 1.21 and 1.10; with silu and
-/// theta's gradient 32768 0.97 and 0.94; with a softmax over the features 256 1.19 and 1.25, 8192 0.94 and 0.93.
+/// Batch entries with shared angles that a thread loads before it uses the first: one vector of each entry in the
+/// forward, two or three in the backward. H200, [12, 12, n, d] bf16, backward without an activation, time divided by
+/// the limit with 2 and with 4 entries: 0.96 and 0.93 for n = 1024 and d = 128, 1.00 and 0.93 for 8192 and 96, 1.21
+/// and 1.10 for 8 x 8 x 8 and 128. With silu and theta's gradient 0.97 and 0.94 for n = 32768; with a softmax over the
+/// features 1.19 and 1.25 for 256, 0.94 and 0.93 for 8192.
 inline constexpr int kLrpeSlots = 4;
-/// Batch entries with shared angles whose columns a block of the backward sums.
+/// Batch entries with shared angles in a block that sums the columns of the backward.
 inline constexpr int kLrpeColumnBatches = 4;
-/// Of a block that has whole columns: threads of a token, tokens of a thread, threads. H100, [12, 12, n, 128] bf16, n =
-/// 256 and 512: 25.8 and 45.8 us, in three kernels 38.0 and 60.8. H200, of an earlier kernel: half as many tokens of a
-/// thread were 10 % slower. Other lanes and shapes were not measured.
+/// A block with whole columns: threads for each token, tokens of each thread, most threads. H100, [12, 12, n, 128]
+/// bf16, n = 256 and 512: 25.8 and 45.8 us, in three kernels 38.0 and 60.8. H200, an earlier kernel: half as many
+/// tokens for each thread were 10 % slower. Other lanes and shapes were not measured.
 inline constexpr int kLrpeWholeColumnLanes = 4;
 inline constexpr int kLrpeWholeColumnTokens = 4;
 inline constexpr int kLrpeMostWholeColumnThreads = 512;
-/// Tokens that a thread of the forward loads before it uses the first, where angles are not shared.
+/// Tokens that a thread of the forward loads before it uses the first, if angles are not shared.
 inline constexpr int kLrpeTokens = 2;
 // H200, bf16: batch 1, 131072 tokens of 12 heads, forward: 2 tokens 0.344 ms, 1 token 0.352. A softmax over a sequence
 // of 32768, batch 12, backward: 4 batch entries a block 2.06 ms, 2 2.07, 3 2.23. The other numbers are first choices.
 
-/// What a plan depends on.
+/// The inputs of make_plan().
 struct LrpeCall {
   const char* op;
   Device device;
@@ -56,16 +57,16 @@ struct LrpeCall {
   LrpeCosineShape shape;
   const LrpeCosineAngles& angles;
   LrpeKind kind;
-  bool has_vectors;                       ///< of all tensors
+  bool has_vectors;                       ///< for all tensors
   const LrpeCosineStrides& main_strides;  ///< of the tensor that is read
   bool is_backward;
   bool has_theta_gradient = false;
-  bool needs_columns = false;  ///< the columns of a softmax over the sequence go to the workspace
+  bool needs_columns = false;  ///< the workspace holds the columns of a softmax over the sequence
 };
 
-/// Where a call's numbers lie in the workspace: the columns of a softmax over the sequence (an lse that the caller
-/// does not keep, [B, H, 2, D], or the sums of the backward, [B, H, D]), and what they or the sums of theta are merged
-/// from.
+/// The parts of the workspace. `columns` of a softmax over the sequence: an lse that the caller does not keep, [B, H,
+/// 2, D], or the sums of the backward, [B, H, D]. `partials`: the partial results of these columns, and later of
+/// theta's gradient.
 struct LrpeScratch {
   void* columns;
   void* partials;
@@ -74,7 +75,7 @@ struct LrpeScratch {
       : columns(workspace.data), partials(static_cast<char*>(workspace.data) + plan.columns_bytes) {}
 };
 
-/// Lanes and row blocks, `rows_at_a_time` rows of a thread in each step.
+/// Cuts `rows` into row blocks and steps: a thread takes `rows_at_a_time` rows in each step.
 inline void cut_rows(LrpeTiling& tiling, std::int64_t rows, std::int64_t rows_at_a_time, std::int64_t most_blocks) {
   const std::int64_t step_rows = rows_at_a_time * tiling.block_rows();
   const std::int64_t steps = std::max<std::int64_t>(1, ceil_divide(rows, step_rows));
@@ -105,16 +106,16 @@ inline LrpePlan make_plan(const LrpeCall& call) {
   tiling.log2_lanes = log2_lanes_for(tiling.vectors);
   tiling.heads = static_cast<std::uint32_t>(shape.heads);
   tiling.takes_heads_first = std::abs(main_strides[1]) < std::abs(main_strides[2]);
-  // The lanes of a softmax over the features are of one warp.
+  // A softmax over the features needs all lanes of a token in one warp.
   plan.has_row_per_warp = !has_vectors || (kind == LrpeKind::feature_softmax && tiling.lanes() > 32);
 
-  // A batch is shared where there are enough tokens for the lanes of a block.
+  // Batch entries share their angles if there are enough tokens for a block.
   plan.is_shared = has_vectors && shape.batch > 1 && angles.are_shared_by_batch() &&
                    shape.positions >= static_cast<std::int64_t>(tiling.block_rows());
   const std::int64_t rows = plan.is_shared ? shape.positions : shape.batch * shape.positions;
   const std::int64_t most_partials = std::max<std::int64_t>(
       1, kLrpeMostPartialBytes / std::max<std::int64_t>(1, shape.heads * shape.features * accumulator_bytes));
-  // A thread of more tokens loads its theta for all of them. Where the angles are shared, encode() has one step.
+  // Few blocks, so that a thread loads its theta once for many tokens. With shared angles encode() has one step.
   std::int64_t most_blocks =
       plan.is_shared ? INT32_MAX : ceil_divide(2 * wanted_blocks, std::max<std::int64_t>(1, shape.heads));
   if (has_theta_gradient) {
@@ -123,7 +124,7 @@ inline LrpePlan make_plan(const LrpeCall& call) {
   cut_rows(tiling, rows, is_backward || plan.is_shared ? 1 : kLrpeTokens, most_blocks);
   tiling.chunk = shape.batch;
   if (plan.is_shared) {
-    // At least two rounds of loads in a block: it computes its angles before the first is used.
+    // A block has at least two rounds of loads, because it computes its angles before it uses the first round.
     const std::int64_t worthwhile_chunks = ceil_divide(shape.batch, 2 * kLrpeSlots);
     const std::int64_t most_chunks =
         has_theta_gradient ? std::clamp<std::int64_t>(most_partials / tiling.row_blocks, 1, worthwhile_chunks)
@@ -141,11 +142,12 @@ inline LrpePlan make_plan(const LrpeCall& call) {
         rows, has_theta_gradient ? plan.theta_partials
                                  : std::max<std::int64_t>(1, kMostWarps / std::max<std::int64_t>(1, shape.heads)));
     if (has_theta_gradient) plan.theta_partials = plan.warps_per_head;
-    sum_bytes = 8;  // a warp adds up many rows: in float64
+    sum_bytes = 8;  // float64, because a warp adds up many rows
   }
 
-  // Enough tokens and features for the threads of a block. The same with and without theta's gradient, which must not
-  // change a bit of that of x; its partials are those of the batch entries.
+  // Whole columns need enough tokens and features for the threads of a block. The choice is the same with and without
+  // theta's gradient, which must not change a bit of the gradient of x. theta has one partial for each batch entry
+  // then.
   const std::int64_t column_threads = ceil_divide(shape.positions, kLrpeWholeColumnTokens) * kLrpeWholeColumnLanes;
   plan.has_whole_columns = is_backward && has_vectors && kind == LrpeKind::sequence_softmax &&
                            tiling.vectors >= kLrpeWholeColumnLanes && shape.batch <= most_partials &&
@@ -153,16 +155,16 @@ inline LrpePlan make_plan(const LrpeCall& call) {
   if (plan.has_whole_columns && has_theta_gradient) plan.theta_partials = shape.batch;
 
   std::size_t partial_bytes = static_cast<std::size_t>(plan.theta_partials * shape.heads * shape.features * sum_bytes);
-  // A backward without grad_x has no use for the sums of the columns.
+  // A backward without grad_x does not need the sums of the columns.
   if (kind == LrpeKind::sequence_softmax && !plan.has_whole_columns && (needs_columns || !is_backward)) {
-    // The backward's block has several batch entries where their angles are shared.
+    // A block of the backward takes several batch entries if they share their angles.
     const std::int64_t block_batches = is_backward && plan.is_shared ? kLrpeColumnBatches : 1;
     LrpeTiling& columns = plan.columns;
     columns = tiling;
     columns.heads = static_cast<std::uint32_t>(ceil_divide(shape.batch, block_batches) * shape.heads);
     columns.chunks = 1;
-    // The columns are read from the first token to the last, all heads side by side, and used from the last to the
-    // first: what was read last is still in the cache.
+    // The first kernel reads the columns from the first token to the last, all heads side by side. The second kernel
+    // goes from the last token to the first, because the last ones are still in the cache.
     columns.takes_heads_first = true;
     tiling.takes_heads_first = true;
     tiling.is_reversed = true;
@@ -174,7 +176,7 @@ inline LrpePlan make_plan(const LrpeCall& call) {
     cut_rows(columns, shape.positions, is_backward ? 1 : kLrpeColumnsAtATime,
              std::min(most, ceil_divide(wanted_blocks, std::max<std::int64_t>(1, columns.heads))));
     const auto column_partials = static_cast<std::size_t>(columns.row_blocks * column_bytes);
-    // The sums of the sequence are merged before those of theta begin.
+    // The partials of the columns and of theta share memory: the columns are merged before theta's sums begin.
     partial_bytes = std::max(partial_bytes, column_partials);
     // An lse has two numbers for each column.
     const std::int64_t numbers = is_backward ? 1 : 2;

@@ -1,5 +1,5 @@
-// The oracle: lrpe_cosine as the header's formula says it, in float64 loops over one element at a time. It shares
-// nothing with the backends; the positions of grids, packed sequences and the rest are computed here by other means.
+// The oracle: the header's formula of lrpe_cosine in float64 loops, one element at a time. It shares no code with the
+// backends, and computes the positions of grids, packed sequences and the rest in another way.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 
 namespace eaves::reference {
 
-/// The coordinate of cell `cell` of a grid on one axis: of a counter with digits, the last one fastest.
+/// The coordinate of a cell on one axis of a grid: a digit of a counter, the last digit fastest.
 inline std::int64_t coordinate(const std::vector<std::int64_t>& grid, std::int64_t cell, std::size_t axis) {
   for (std::size_t digit = grid.size() - 1; digit > axis; --digit) cell /= grid[digit];
   return cell % grid[axis];
@@ -34,8 +34,8 @@ class LrpeCosine {
 
   double x(std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) const { return element(x_, {b, h, n, d}); }
 
-  /// The position that feature d of token n is multiplied with, as a number of the type that angles are computed in; 0
-  /// where the angle is 0 whatever theta is.
+  /// The position of feature d of token n, in the type that angles are computed in; 0 if the angle does not depend on
+  /// theta.
   double position(std::int64_t b, std::int64_t n, std::int64_t d) const {
     const std::int64_t axis = axis_of(d);
     if (!has_angle(n, d)) return 0.0;
@@ -59,7 +59,7 @@ class LrpeCosine {
     return rounded(offset + static_cast<double>(on_axis));
   }
 
-  /// Which element of a row of theta feature d is multiplied with.
+  /// The index of feature d in a row of theta.
   std::int64_t theta_feature(std::int64_t d) const {
     return angles_.theta.shape[1] == 1 ? 0 : d % angles_.theta.shape[1];
   }
@@ -86,23 +86,23 @@ class LrpeCosine {
     return 0.0;
   }
 
-  /// Of the softmax that element (b, h, n, d) belongs to.
+  /// The lse of the softmax that contains element (b, h, n, d).
   double lse(std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) const {
     return lse_[static_cast<std::size_t>(lse_index(b, h, n, d))];
   }
 
-  /// lse - from, of an lse that is finite: with the digits that an lse of 1e30 has no room for.
+  /// lse - from, for a finite lse: with the digits that a float64 lse of 1e30 lacks.
   double lse_beyond(double from, std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) const {
     const auto row = static_cast<std::size_t>(lse_index(b, h, n, d));
     return (anchor_[row] - from) + std::log(sum_[row]);
   }
 
-  /// The largest element of that softmax: that of the anchor.
+  /// The largest element of this softmax, at the anchor.
   double largest_activated(std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) const {
     return 1.0 / sum_[static_cast<std::size_t>(lse_index(b, h, n, d))];
   }
 
-  /// Element d of [B, H, N, 2 D].
+  /// Element (b, h, n, d) of out, [B, H, N, 2 D].
   double out(std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) const {
     const std::int64_t features = x_.shape[3];
     const double a = activated(b, h, n, d % features);
@@ -110,16 +110,16 @@ class LrpeCosine {
     return d < features ? a * std::cos(angle) : a * std::sin(angle);
   }
 
-  /// The number of the softmax that element (b, h, n, d) belongs to.
+  /// The number of the softmax that contains element (b, h, n, d).
   std::size_t softmax_of(std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) const {
     return static_cast<std::size_t>(lse_index(b, h, n, d));
   }
 
   struct Gradients {
     std::vector<double> x;              ///< [B, H, N, D]
-    std::vector<double> x_scale;        ///< of each element, as if its terms did not cancel
+    std::vector<double> x_scale;        ///< the size of each element if its terms did not cancel
     std::vector<double> x_largest;      ///< the largest |x| of each softmax; see softmax_of
-    std::vector<double> scale_largest;  ///< the largest x_scale of each, likewise
+    std::vector<double> scale_largest;  ///< the largest x_scale of each softmax
     std::vector<double> theta;          ///< [theta's heads, E]
     std::vector<double> theta_scale;    ///< the sum of the absolute terms
   };
@@ -166,7 +166,7 @@ class LrpeCosine {
         result.x_largest[row] = std::fmax(result.x_largest[row], std::abs(result.x[at]));
         result.scale_largest[row] = std::fmax(result.scale_largest[row], result.x_scale[at]);
       } else {
-        // A derivative of 0 is relu's, which lets nothing through, NaN neither, as in PyTorch.
+        // Where relu has the derivative 0, the gradient is 0 even if g is NaN, as in PyTorch.
         const double of_x = derivative(x(b, h, n, d));
         const bool is_closed = activation_ == Activation::relu && of_x == 0.0;
         result.x[at] = is_closed ? 0.0 : of_x * g[at];
@@ -177,15 +177,15 @@ class LrpeCosine {
   }
 
  private:
-  /// To what angles are computed in: float32, or float64 where x is.
+  /// Rounds to the type that angles are computed in: float32, or float64 if x is float64.
   double rounded(double value) const { return is_double_ ? value : static_cast<double>(static_cast<float>(value)); }
 
-  /// Whether the angle of feature d of token n depends on theta.
+  /// Does the angle of feature d of token n depend on theta?
   bool has_angle(std::int64_t n, std::int64_t d) const {
     return n >= angles_.extra_tokens && axis_of(d) < static_cast<std::int64_t>(grid_.size());
   }
 
-  /// Not exp(z - lse), which has lost what an lse of 1e30 has no digits for, and would be 0 beside a +inf.
+  /// Not exp(z - lse): an lse of 1e30 lacks the digits of log(sum), and an lse of +inf would give 0.
   double softmax_element(double z, std::size_t row) const {
     if (std::isinf(lse_[row])) return std::numeric_limits<double>::quiet_NaN();
     return std::exp(z - anchor_[row]) / sum_[row];
@@ -201,7 +201,7 @@ class LrpeCosine {
     return activation_ == Activation::sigmoid ? s * other : s + z * s * other;
   }
 
-  /// Of silu: as if its two terms did not cancel where it has its minimum.
+  /// The size of the derivative if the two terms of silu's did not cancel, as they do at its minimum.
   double derivative_scale(double z) const {
     if (activation_ != Activation::silu) return std::abs(derivative(z));
     const double s = sigmoid(z);
@@ -240,7 +240,7 @@ class LrpeCosine {
       double& max = anchor_[static_cast<std::size_t>(lse_index(b, h, n, d))];
       max = std::fmax(max, x(b, h, n, d));
     });
-    // An infinite maximum is left out: exp of the element is 0, infinity or NaN, as it should be.
+    // An infinite maximum is no anchor: without one, exp of the elements is 0, infinity or NaN, as in the formula.
     for (double& max : anchor_) max = std::isfinite(max) ? max : 0.0;
     for_each([&](std::int64_t, std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) {
       const auto row = static_cast<std::size_t>(lse_index(b, h, n, d));

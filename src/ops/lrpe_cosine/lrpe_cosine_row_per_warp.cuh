@@ -1,6 +1,6 @@
-// lrpe_cosine where the kernels of vectors do not fit: a warp walks along each token's features, whatever their number,
-// type and strides, one element a lane. A softmax over the features takes several walks, and finds them in the cache
-// from the second one on.
+// lrpe_cosine for calls that the kernels of vectors do not fit: a warp walks along each token's features, one element
+// for each lane, for any number, type and strides. A softmax over the features walks several times, and finds the
+// features in the cache from the second time on.
 #pragma once
 
 #include "ops/lrpe_cosine/lrpe_cosine_columns.cuh"
@@ -50,7 +50,7 @@ __device__ FeatureAngle<Accumulator<T>> angle_of(const LrpeCosineAngles& angles,
   return result;
 }
 
-/// `lse` [B, H, 2, D] is that of a softmax over the sequence.
+/// `lse` [B, H, 2, D] is read for a softmax over the sequence only.
 template <typename T>
 __global__ void __launch_bounds__(kRowPerWarpThreads)
     encode_row_per_warp(const __grid_constant__ LrpeCosineForwardProblem problem, const Accumulator<T>* lse) {
@@ -96,8 +96,8 @@ void encode_rows(const char* op, const LrpeCosineForwardProblem& problem, const 
 }
 
 /// A warp has rows first, first + warps, ... of a head, all batch entries behind each other. `column_dots` [B, H, D]
-/// are the sums of a * g of a softmax over the sequence. `theta_partials` [H, warps, D] or nullptr: its own row of it
-/// is where a warp adds up, in float64 because it may have many rows.
+/// are the sums of a * g of a softmax over the sequence. `theta_partials` is [H, warps, D] or nullptr: each warp adds
+/// to its own row of it, in float64 because a warp may have many tokens.
 template <typename T>
 __global__ void __launch_bounds__(kRowPerWarpThreads)
     backpropagate_row_per_warp(const __grid_constant__ LrpeCosineBackwardProblem problem, std::int64_t warps,
@@ -147,12 +147,12 @@ __global__ void __launch_bounds__(kRowPerWarpThreads)
       A a[1] = {};
       A g[1] = {gradient(d, angle)};
       if (problem.kind == LrpeKind::none) {
-        if (sums != nullptr) a[0] = load_as_accumulator(x[d * xs[3]]);  // without theta's gradient there is no x
+        if (sums != nullptr) a[0] = load_as_accumulator(x[d * xs[3]]);  // x may be nullptr without theta's gradient
       } else if (problem.kind == LrpeKind::elementwise) {
         A derivative[1];
         a[0] = load_as_accumulator(x[d * xs[3]]);
         activate<T>(problem.activation, a, derivative);
-        // Not a product with 0: what relu holds back may be NaN.
+        // Not a product with the derivative 0: relu stops a NaN of g too.
         const bool is_held_back = problem.activation == Activation::relu && derivative[0] == A(0);
         g[0] = is_held_back ? A(0) : g[0] * derivative[0];
       } else if (problem.kind == LrpeKind::feature_softmax) {

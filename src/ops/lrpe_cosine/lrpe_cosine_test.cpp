@@ -1,7 +1,11 @@
 // lrpe_cosine against its oracle, on every device: grids, thetas, layouts, sizes, and the ways to give a position.
-// Special values are in lrpe_cosine_edges_test.cpp, calls rather than values in lrpe_cosine_calls_test.cpp, arguments
-// that are refused in lrpe_cosine_errors_test.cpp, angles of any size in lrpe_cosine_accuracy_test.cpp, tensors beyond
-// 2^31 elements in lrpe_cosine_large_test.cpp.
+// Other tests:
+//
+//   lrpe_cosine_edges_test.cpp      special values
+//   lrpe_cosine_calls_test.cpp      optional tensors, workspaces, threads, streams, graphs
+//   lrpe_cosine_errors_test.cpp     refused arguments
+//   lrpe_cosine_accuracy_test.cpp   angles of any size
+//   lrpe_cosine_large_test.cpp      tensors beyond 2^31 elements
 #include "eaves/lrpe_cosine.h"
 
 #include <gtest/gtest.h>
@@ -19,7 +23,7 @@ namespace {
 class LrpeCosine : public OnEachDevice {};
 EAVES_EACH_DEVICE(LrpeCosine);
 
-/// A grid, and how theta's features meet it.
+/// A grid, with a number of features and a shape of theta.
 struct Geometry {
   std::int64_t batch, heads;
   Dims grid;
@@ -64,7 +68,7 @@ const std::vector<Geometry> kGeometries = {
 };
 
 TEST_P(LrpeCosine, EveryGridThetaAndActivationMatchesTheOracle) {
-  // Not the full product: what else varies goes round with numbers that have no common factor, so that all pairs meet.
+  // Not the full product: the other properties cycle with periods that have no common factor, so that all pairs occur.
   constexpr DType kDTypes[] = {DType::bfloat16, DType::float16, DType::float32, DType::float64};
   constexpr std::int64_t kExtraTokens[] = {0, 1, 10};
   std::size_t number = 0;
@@ -82,7 +86,7 @@ TEST_P(LrpeCosine, EveryGridThetaAndActivationMatchesTheOracle) {
            .shape = shape,
            .theta_shape = geometry.theta,
            .theta_dtype = number % 7 < 3 ? dtype : DType::float32,
-           .grid = is_one_axis && number % 2 == 0 ? Dims{} : geometry.grid,  // empty: one axis of what is there
+           .grid = is_one_axis && number % 2 == 0 ? Dims{} : geometry.grid,  // empty: one axis of all tokens
            .extra_tokens = extra_tokens,
            .offset = number % 4 == 1 ? 3 : 0,
            .x_placement = layout.of(shape),
@@ -97,13 +101,13 @@ TEST_P(LrpeCosine, EveryGridThetaAndActivationMatchesTheOracle) {
 }
 
 TEST_P(LrpeCosine, EveryLayoutOfEveryTensorMatchesTheOracle) {
-  // x, out, grad_out and grad_x each in a layout of their own, 32 features: vectors fit where the layout lets them.
+  // x, out, grad_out and grad_x have a layout each. With 32 features, vectors fit if the layout allows them.
   const Dims shape = {2, 3, 7, 32};
   const Dims out_shape = {2, 3, 7, 64};
   const std::vector<HeadLayout>& layouts = head_layouts();
   for (std::size_t i = 0; i < layouts.size(); ++i) {
     SCOPED_TRACE(layouts[i].reason);
-    // the same layout for all, and different ones
+    // one layout for all tensors (a step of 0), and different ones
     for (const auto& [activation, dtype, step] :
          combine<LrpeCosineActivation, DType, std::size_t>(every_activation(), floating_point_dtypes(), {0, 1})) {
       const auto layout = [&](std::size_t tensor) { return layouts[(i + tensor * step) % layouts.size()]; };
@@ -171,7 +175,7 @@ TEST_P(LrpeCosine, EveryNumberOfFeaturesMatchesTheOracle) {
 }
 
 TEST_P(LrpeCosine, BatchesThatShareAnglesOfLongRowsMatchTheOracle) {
-  // More vectors of features than a block of a GPU has threads, and batches that its loads do not divide.
+  // More vectors of features than a GPU's block has threads, and batch sizes that are no multiple of the loads.
   for (const DType dtype : {DType::bfloat16, DType::float16, DType::float32}) {
     const std::int64_t features = dtype == DType::float32 ? 1024 : 2048;  // 256 vectors
     for (const LrpeCosineActivation& activation :
@@ -258,8 +262,8 @@ TEST_P(LrpeCosine, BatchesWithAndWithoutAnglesInCommonMatchTheOracle) {
 }
 
 TEST_P(LrpeCosine, MoreTokensThanASumHasPiecesMatchTheOracle) {
-  // Scratch memory bounds the pieces of theta's gradient: heads times features decide how many tokens each adds up.
-  // with and without vectors
+  // Scratch memory limits the number of partials of theta's gradient, so heads times features decide how many tokens
+  // each partial sums. The two sizes are with and without vectors.
   for (const auto& [features, activation] :
        combine<std::int64_t, LrpeCosineActivation>({1032, 1030}, {every_activation()[0], every_activation()[5]})) {
     check_lrpe_cosine(with_activation({.dtype = DType::bfloat16,
@@ -272,8 +276,8 @@ TEST_P(LrpeCosine, MoreTokensThanASumHasPiecesMatchTheOracle) {
 }
 
 TEST_P(LrpeCosine, HeadsThatLieInsideOfATokenMatchTheOracle) {
-  // An angle for each head, and so many tokens that a CPU cuts them into two pieces: it takes all heads of the first,
-  // then those of the second.
+  // An angle for each head, and so many tokens that a CPU cuts them into two pieces: it takes all heads of the first
+  // piece, then all heads of the second.
   const Dims shape = {1, 4, 1100, 64}, out_shape = {1, 4, 1100, 128};
   const HeadLayout& layout = head_layouts()[1];
   for (const LrpeCosineActivation& activation : {every_activation()[0], every_activation()[5]}) {
@@ -290,7 +294,7 @@ TEST_P(LrpeCosine, HeadsThatLieInsideOfATokenMatchTheOracle) {
 }
 
 TEST_P(LrpeCosine, MoreThan65535PositionsHeadsOrBatchesMatchTheOracle) {
-  // 65535 is the most blocks that two of a GPU's three dimensions take.
+  // 65535 is the most blocks along y and z of a launch grid.
   constexpr std::int64_t kMany = 70001;
   for (const Dims& shape : {Dims{1, 1, kMany, 2}, Dims{1, kMany, 1, 2}, Dims{kMany, 1, 1, 2}, Dims{300, 300, 1, 1}}) {
     for (const LrpeCosineActivation& activation :
@@ -358,7 +362,7 @@ TEST_P(LrpeCosine, AnUpstreamGradientAndXMayBeExpanded) {
 }
 
 TEST_P(LrpeCosine, ExtraTokensAreActivatedAndNothingElse) {
-  // Exactly: the cosine of an angle of 0 is 1 and its sine 0, whatever theta is, and theta gets nothing from them.
+  // Compared exactly: an angle of 0 has cosine 1 and sine 0 for every theta, and adds nothing to theta's gradient.
   for (const auto& [dtype, grid] : combine<DType, Dims>(floating_point_dtypes(), {Dims{}, Dims{2, 2}, Dims{4}})) {
     LrpeCosineRun run({.dtype = dtype,
                        .shape = {2, 2, 7, 20},
@@ -384,7 +388,7 @@ TEST_P(LrpeCosine, ExtraTokensAreActivatedAndNothingElse) {
 }
 
 TEST_P(LrpeCosine, WhatHasNoAngleAddsNothingToThetasGradient) {
-  // A NaN in an extra token, or in a feature beyond the axes, is no NaN of theta's gradient.
+  // A NaN in an extra token, or in a feature beyond the axes, makes no NaN in theta's gradient.
   for (const LrpeCosineActivation& activation : {every_activation()[0], every_activation()[3], every_activation()[5]}) {
     const bool is_over_sequence = activation.dim == -2;
     check_lrpe_cosine(with_activation({.dtype = DType::float32,
@@ -408,7 +412,7 @@ TEST_P(LrpeCosine, PositionsGivenInAnyWayMatchTheOracle) {
   constexpr std::int64_t kPositions = 11;
   std::vector<std::int64_t> any, any_of_each;
   for (std::int64_t i = 0; i < kBatch * kPositions; ++i) {
-    any_of_each.push_back(i * 7919 % 3001 - 1500);  // of both signs, in no order
+    any_of_each.push_back(i * 7919 % 3001 - 1500);  // both signs, unordered
     if (i < kPositions) any.push_back(i * i);
   }
   LrpeCosineCase plain{.shape = {kBatch, 3, kPositions, 24}, .theta_shape = {3, 24}};
@@ -448,7 +452,7 @@ TEST_P(LrpeCosine, PositionsGivenInAnyWayMatchTheOracle) {
 }
 
 TEST_P(LrpeCosine, ManyPackedSequencesMatchTheOracle) {
-  // 400 sequences of 0 to 4 tokens: every step of a search among them.
+  // 400 sequences of 0 to 4 tokens, for a binary search of many steps.
   std::vector<std::int64_t> starts = {0};
   for (std::int64_t s = 0; s < 400; ++s) starts.push_back(starts.back() + s * s % 5);
   for (const DType integers : {DType::int32, DType::int64}) {
@@ -481,7 +485,7 @@ TEST_P(LrpeCosine, TheSamePositionsGivenInAnotherWayChangeNoBit) {
       change(changed);
       LrpeCosineRun run(changed);
       run_between_canaries(run);
-      // Angles of each batch entry's own may be summed in another order.
+      // With angles for each batch entry, a GPU may sum in another order.
       const bool is_for_each_batch = changed.offsets.size() > 1 || changed.positions.size() > kPositions;
       const bool has_order = device().type == DeviceType::cpu || !is_for_each_batch;
       EXPECT_TRUE(has_order ? run.results_equal(expected) : run.elementwise_results_equal(expected)) << what;
@@ -541,7 +545,7 @@ TEST_P(LrpeCosine, PackedSequencesAreTheSequencesOneByOneBitForBit) {
 }
 
 TEST_P(LrpeCosine, OneTokenAtAnOffsetIsThatRowOfTheWholeBitForBit) {
-  // Decoding: what the model computes token by token is what it was trained with. 1000: beyond a table of small angles.
+  // Decoding: a model gets the same numbers token by token as in training. 1000 is beyond a table of small angles.
   for (const LrpeCosineActivation& activation : every_activation()) {
     if (activation.dim == -2) continue;
     for (const auto& [dtype, first, theta] : combine<DType, std::int64_t, Dims>(

@@ -1,4 +1,4 @@
-// One call of lrpe_cosine in a test: what goes in, its buffers between canaries, and the comparison of forward and
+// One call of lrpe_cosine in a test: its inputs, its buffers between canaries, and the comparison of forward and
 // backward with the oracle.
 #pragma once
 
@@ -29,21 +29,21 @@ struct LrpeCosineCase {
   DType dtype = DType::float32;
   Dims shape = {};                        ///< of x: [B, H, N, D]
   Dims theta_shape = {};                  ///< [H or 1, E]
-  std::optional<DType> theta_dtype = {};  ///< that of x unless given
+  std::optional<DType> theta_dtype = {};  ///< the dtype of x unless given
   Dims grid = {};
   std::int64_t extra_tokens = 0;
   std::int64_t offset = 0;
-  std::vector<std::int64_t> offsets = {};    ///< none unless given; the next two likewise
-  std::vector<std::int64_t> positions = {};  ///< [N], or [B, N] where there are as many and B is not 1
+  std::vector<std::int64_t> offsets = {};    ///< empty: not given; the next two likewise
+  std::vector<std::int64_t> positions = {};  ///< [N], or [B, N] if it has B * N numbers and B is not 1
   std::vector<std::int64_t> cu_seqlens = {};
-  DType integers = DType::int64;  ///< of these three
+  DType integers = DType::int64;  ///< the dtype of these three
   Activation activation = Activation::none;
   int activation_dim = -1;
-  bool has_lse = true;  ///< of a softmax over the sequence; without it there is no backward
+  bool has_lse = true;  ///< for a softmax over the sequence; without lse no backward runs
   bool has_grad_x = true;
   bool has_grad_theta = true;
   bool has_x_in_backward = true;
-  bool is_plain = false;  ///< a softmax's grad_x is judged by the largest of its row or column, whatever cancels
+  bool is_plain = false;  ///< grad_x of a softmax may err only relative to the largest of its row or column
   Placement x_placement = {};
   Placement theta_placement = {};
   Placement offsets_placement = {};
@@ -57,7 +57,7 @@ struct LrpeCosineCase {
   std::function<double(std::int64_t)> upstream = {};  ///< of element i of grad_out; absent: normal
 };
 
-/// An activation, and the axis where it is a softmax.
+/// An activation, and the axis of a softmax.
 struct LrpeCosineActivation {
   Activation activation;
   int dim;
@@ -167,17 +167,17 @@ class LrpeCosineRun {
     download();
   }
 
-  /// Every output that was asked for is not as it was; an operator that does nothing agrees with itself.
+  /// Has every wanted output changed? Without this check an operator that does nothing would agree with itself.
   bool has_written() const {
     return has_written_elementwise() &&
            (!has_backward() || !case_.has_grad_theta || is_changed(grad_theta, grad_theta_before_));
   }
 
-  /// Bit by bit.
+  /// Are all results equal bit by bit?
   bool results_equal(const LrpeCosineRun& other) const {
     return has_written() && elementwise_results_equal(other) && grad_theta.bytes() == other.grad_theta.bytes();
   }
-  /// What no sum over batches, heads or positions is part of; an lse too.
+  /// Are the results without sums over batches, heads or positions, and the lse, equal bit by bit?
   bool elementwise_results_equal(const LrpeCosineRun& other) const {
     return has_written_elementwise() && out.bytes() == other.out.bytes() && lse.bytes() == other.lse.bytes() &&
            grad_x.bytes() == other.grad_x.bytes();
@@ -216,13 +216,13 @@ class LrpeCosineRun {
   TestTensor x, theta, offsets, positions, cu_seqlens, grad_out, out, lse, grad_x, grad_theta;
 };
 
-/// The worst errors of one call, as shares of what testing/tolerance.h allows.
+/// The worst errors of one call, as shares of the errors that testing/tolerance.h allows.
 struct LrpeCosineShares {
   double out = 0.0;
   double lse = 0.0;
   double grad_x = 0.0;
   double grad_theta = 0.0;
-  double grad_theta_error = 0.0;  ///< that of grad_theta as a share of its scale: the sum of its terms' sizes
+  double grad_theta_error = 0.0;  ///< the error of grad_theta divided by its scale, the sum of its terms' sizes
 
   void raise(const LrpeCosineShares& other) {
     out = std::max(out, other.out);
@@ -233,7 +233,7 @@ struct LrpeCosineShares {
   }
 };
 
-/// Compares what a run has downloaded with the oracle.
+/// Compares the downloaded results of a run with the oracle.
 class LrpeCosineComparison {
  public:
   explicit LrpeCosineComparison(const LrpeCosineRun& run)
@@ -242,7 +242,7 @@ class LrpeCosineComparison {
         dtype_(case_.dtype),
         exact_(run.x.host(), run.angles(&TestTensor::host), case_.activation, case_.activation_dim) {}
 
-  /// Fails with the first result that is not within the contract, and looks no further.
+  /// Fails with the first result outside of the contract, and compares no more.
   void compare() {
     if (!compare_out() || (run_.has_lse() && !compare_lse()) || !run_.has_backward()) return;
     const reference::LrpeCosine::Gradients gradients = exact_.gradients(run_.grad_out.host());
@@ -253,13 +253,13 @@ class LrpeCosineComparison {
   LrpeCosineShares shares;
 
  private:
-  /// True where `actual` is within the contract. `share` is raised to the error as a share of the bound, within or not.
+  /// Is `actual` within the contract? Raises `share` to the error divided by the bound, within the contract or not.
   template <typename What>
   bool expect(DType dtype, double actual, double exact, double allowed, double& share, What what) {
     const double error = std::abs(actual - exact);
     if (error == 0.0) return true;
     const std::string text = error <= allowed ? "" : difference_beyond(allowed, dtype, actual, exact);
-    // What has rightly overflowed has no share.
+    // A result that overflows in the oracle too has no share.
     if (std::isfinite(error) || !text.empty()) share = std::fmax(share, error / allowed);
     if (!text.empty()) ADD_FAILURE() << what() << ": " << text << ", allowed " << allowed;
     return text.empty();
@@ -282,7 +282,7 @@ class LrpeCosineComparison {
     return true;
   }
 
-  /// Activations are a sigmoid or an exponential times this at most.
+  /// The activation is a sigmoid or an exponential times at most this factor.
   double beside(double x) const { return case_.activation == Activation::silu ? std::abs(x) + 1.0 : 1.0; }
 
   static std::string place(std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) {
@@ -322,7 +322,7 @@ class LrpeCosineComparison {
                   [&] { return "lse of column " + std::to_string(i); })) {
         return false;
       }
-      // Together they know the lse as if the largest element were 0, which is what a softmax is made of.
+      // Together both numbers have the precision of an lse with the largest element at 0, which a softmax needs.
       const bool is_finite = std::isfinite(high) && std::isfinite(lse);
       const double lost = is_finite ? exact_.lse_beyond(high, b, h, 0, d) : std::numeric_limits<double>::quiet_NaN();
       const double above_max = is_finite ? exact_.lse_beyond(max, b, h, 0, d) : 0.0;
@@ -341,8 +341,9 @@ class LrpeCosineComparison {
       if (case_.activation == Activation::softmax) {
         const std::size_t row = exact_.softmax_of(b, h, n, d);
         const double terms = softmax_scale(scale, gradients.scale_largest[row]);
-        // The largest gradient of the row or column; and what an element's terms are where they cancel in all of them:
-        // in a softmax of few elements that are taught the same, or with one that has nearly all of the sum.
+        // The scale is the largest gradient of the row or column, or the size of the element's terms if they cancel in
+        // every element: in a softmax of few elements with equal upstream gradients, or with one element that has
+        // nearly all of the sum.
         scale = std::fmax(gradients.x_largest[row], case_.is_plain ? 0.0 : terms);
       } else if (case_.activation == Activation::sigmoid || case_.activation == Activation::silu) {
         const double g = std::abs(run_.grad_out.get(cosine_element(i))) +
@@ -398,7 +399,8 @@ inline std::string description_of(const LrpeCosineCase& c) {
   return text;
 }
 
-/// Runs forward and backward and compares every element with the oracle, and every byte around them with its canary.
+/// Runs forward and backward, and compares every element with the oracle and every byte around the elements with its
+/// canary.
 inline LrpeCosineShares check_lrpe_cosine(const LrpeCosineCase& test_case) {
   SCOPED_TRACE(description_of(test_case));
   LrpeCosineRun run(test_case);

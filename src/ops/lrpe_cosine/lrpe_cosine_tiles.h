@@ -1,8 +1,8 @@
-// What both directions of lrpe_cosine share on the CPU. The one idea: sines and cosines are computed for a tile of
-// positions at a time, into tables that stay in L1 or L2, and every batch entry that has the same angles goes through
-// the tile before the next one. Rows of other strides are copied into contiguous memory first, and the rest of a row
-// goes through the loop of whole packs, so that there is one loop for each direction and a row's bits depend on nothing
-// but the row and its position. Compiled once per level of vector instructions, like cpu/simd.h.
+// The code that forward and backward of lrpe_cosine share on the CPU. Sines and cosines are computed for a tile of
+// positions at a time, into tables that stay in L1 or L2; every batch entry with the same angles goes through the tile
+// before the next tile begins. Rows without unit stride are copied into contiguous memory first, and the rest of a row
+// goes through the loop of whole packs. So each direction has one loop, and the bits of a row depend only on the row
+// and its position. Compiled once per level of vector instructions, like cpu/simd.h.
 #include <hwy/cache_control.h>
 
 #include <algorithm>
@@ -32,16 +32,16 @@ HWY_BEFORE_NAMESPACE();
 namespace eaves::cpu {
 namespace HWY_NAMESPACE {
 
-/// Elements of an angle table, and the most features that are worked on at a time; longer rows go through in chunks.
+/// Elements of an angle table, and the most features of a chunk of a row.
 constexpr std::int64_t kTableElements = 2048;
 
-/// Elements of a tile where a theta head has one user and no sums are taken: its angles wait for no memory, its rows
-/// do, and only short turns of the two overlap. Zen 4, one thread, batch 1, 12 heads of 256 positions and 128 features,
+/// Elements of a tile if a theta head has one user and no sums are taken. The angles do not wait for memory, the rows
+/// do, and the two overlap only in short turns. Zen 4, one thread, batch 1, 12 heads of 256 positions and 128 features,
 /// from memory, forward: float32 0.41 ms with 2048, 0.31 with 1024, 0.26 with 512, 0.24 with 256; bfloat16 0.27, 0.24,
 /// 0.25 and 0.25.
 constexpr std::int64_t kUnsharedElements = 512;
 
-/// Most positions of a tile: rows of few features fill no table.
+/// The most positions of a tile; rows of few features then leave a part of the table unused.
 constexpr std::int64_t kMostTileRows = 64;
 
 template <typename T>
@@ -57,8 +57,8 @@ inline std::int64_t product_of(const LrpeCosineShape& shape) {
 
 // ------------------------------------------------------------------------------------------------- sharing the work
 
-/// A theta head (all heads where theta has one), some tiles of positions, and some of the users: what reads the same
-/// row of theta, the batch entries, and the heads of each where theta has one.
+/// A theta head (all heads if theta has one), some tiles of positions, and some users. The users of a theta head are
+/// the rows [batch entry, head] that read it: all batch entries, times all heads if theta has one.
 struct Task {
   std::int64_t theta_head;
   std::int64_t tile_range;
@@ -66,10 +66,10 @@ struct Task {
   std::int64_t first_user, end_user;
 };
 
-/// What is summed over tiles: nothing, something of each task, or of each user of a task.
+/// The sums over tiles: none, one for each task, or one for each user of a task.
 enum class SumsOverTiles { none, of_tasks, of_users };
 
-/// How the work is cut into tasks: by the shape alone.
+/// The cut of the work into tasks, which depends on the shape only.
 struct Tasks {
   LrpeCosineShape shape;
   std::int64_t theta_heads;
@@ -79,12 +79,13 @@ struct Tasks {
   std::int64_t tiles;
   std::int64_t tile_ranges;
   std::int64_t user_ranges;
-  /// Of a token: tasks then take its heads one after the other. Zen 4, two threads, [1, 8192, 12, 128] bfloat16, a
-  /// theta for each head, forward: 7.5 ms, where each head walks over all tokens by itself 10.7 to 14.7.
+  /// A token's heads lie side by side in memory, so consecutive tasks take the heads of the same tokens. Zen 4, two
+  /// threads, [1, 8192, 12, 128] bfloat16, a theta for each head, forward: 7.5 ms; 10.7 to 14.7 ms if each head walks
+  /// over all tokens first.
   bool are_heads_inside;
 
-  /// Tasks of many users make the most of the tables, so positions are cut first; but users are where each has sums of
-  /// its own for every piece of the positions.
+  /// Positions are cut first, because a task of many users computes each angle table once for all of them. With sums of
+  /// users, users are cut first, because every piece of the positions has its own sums.
   template <typename T>
   static Tasks make(const LrpeCosineShape& shape, const LrpeCosineStrides& strides, const LrpeCosineAngles& angles,
                     SumsOverTiles sums) {
@@ -96,8 +97,8 @@ struct Tasks {
     const std::int64_t tile = tasks.users > 1 || sums != SumsOverTiles::none ? kTableElements : kUnsharedElements;
     tasks.tile_rows = std::clamp<std::int64_t>(tile / chunk, 1, kMostTileRows);
     tasks.tiles = ceil_divide(shape.positions, tasks.tile_rows);
-    // Four for each thread of a large machine, but no more than 8 MiB of float64 sums, and none so small that it
-    // computes angles for one batch entry where there is no need to.
+    // Four tasks for each thread of a large machine, but at most 8 MiB of float64 sums. A task must not be so small
+    // that it computes angles for one batch entry without need.
     constexpr std::int64_t kMostTasks = 512;
     constexpr std::int64_t kMostSums = std::int64_t{1} << 20;
     constexpr std::int64_t kSmallestTask = 32768;  // elements; 10 us of work
@@ -119,7 +120,7 @@ struct Tasks {
     const std::int64_t user_range = index % user_ranges;
     const std::int64_t piece = index / user_ranges;
     const std::int64_t tile_range = are_heads_inside ? piece / theta_heads : piece % tile_ranges;
-    // Written so that neighbouring pieces differ by at most one.
+    // The sizes of any two pieces differ by at most one.
     const auto cut = [](std::int64_t size, std::int64_t pieces, std::int64_t at) {
       return size / pieces * at + std::min(at, size % pieces);
     };
@@ -140,16 +141,16 @@ struct TokenTile {
 
 // ----------------------------------------------------------------------------------------------------- angle tables
 
-/// A row of a table, from a feature on, in the order of the lanes of packs.
+/// A row of a table from a given feature on, in the order of the lanes of packs.
 template <typename A>
 struct AngleRow {
   const A* cosine;
   const A* sine;
-  const A* position;  ///< what theta was multiplied with; nullptr where it is not needed
+  const A* position;  ///< the positions that theta was multiplied with; nullptr if they are not needed
 };
 
-/// The angles of a tile. Where a row has more than a chunk of features, a tile is one row, and its chunks are computed
-/// when they are asked for.
+/// The angles of a tile. If a row has more features than a chunk, a tile is one row, and row() computes each chunk on
+/// demand.
 template <typename T>
 class AngleTable {
  public:
@@ -178,7 +179,7 @@ class AngleTable {
     }
   }
 
-  /// From a row to the next.
+  /// Elements from a row to the next.
   std::int64_t width() const { return width_; }
 
   AngleRow<A> row(std::int64_t n, std::int64_t first_feature) {
@@ -207,7 +208,7 @@ class AngleTable {
     const Tag<T> d;
     const auto lanes = hn::Lanes(d);
     const std::int64_t at = (n - begin_) * width_;
-    if (!angles_.has_angle(n)) {  // whatever theta is
+    if (!angles_.has_angle(n)) {  // the angle is 0, even if theta is infinite or NaN
       std::fill_n(cosines_ + at, width_, A(1));
       std::fill_n(sines_ + at, width_, A(0));
       if (has_positions_) std::fill_n(positions_ + at, width_, A(0));
@@ -251,13 +252,13 @@ class AngleTable {
   HWY_ALIGN A cosines_[kTableElements];
   HWY_ALIGN A sines_[kTableElements];
   HWY_ALIGN A positions_[kTableElements];
-  HWY_ALIGN A theta_[kTableElements];  // these two in the order of the elements
+  HWY_ALIGN A theta_[kTableElements];  // this and the next in the order of the elements
   HWY_ALIGN A element_positions_[kTableElements];
 };
 
-/// Calls `body(task, tile, user, next, table)` for every tile of every user of a task, from many threads; `next` is
-/// the tile after it, or itself where it is the last. Where a tile's angles are computed, calls `ahead(tile, n)` before
-/// those of each row.
+/// Calls `body(index, task, tile, next, table)` for every tile of every user of a task, from many threads. `next` is
+/// the tile of the next user, or of the same user if it is the last. Calls `ahead(tile, n)` before the angles of each
+/// row n are computed.
 template <typename T, typename Ahead, typename Body>
 void for_each_tile(const Tasks& tasks, const LrpeCosineAngles& angles, bool has_positions,
                    const ExecutionContext& context, Ahead&& ahead, Body&& body) {
@@ -288,7 +289,7 @@ void for_each_tile(const Tasks& tasks, const LrpeCosineAngles& angles, bool has_
 
 // ---------------------------------------------------------------------------------------------------------- tensors
 
-/// A tensor whose rows are read as contiguous memory.
+/// A tensor with rows that are read as contiguous memory.
 template <typename T>
 struct InputTensor {
   const T* data;
@@ -297,7 +298,7 @@ struct InputTensor {
   const T* at(const TokenTile& tile, std::int64_t n, std::int64_t feature) const {
     return data + tile.batch * strides[0] + tile.head * strides[1] + n * strides[2] + feature * strides[3];
   }
-  /// `buffer` is as long as `count`.
+  /// `buffer` has `count` elements.
   const T* row(const TokenTile& tile, std::int64_t n, std::int64_t feature, std::int64_t count, T* buffer) const {
     const T* from = at(tile, n, feature);
     if (strides[3] == 1) return from;
@@ -306,21 +307,21 @@ struct InputTensor {
   }
 };
 
-/// A tensor whose rows are written, either in place or, of other strides, by way of a buffer.
+/// A tensor with rows that are written: in place if they have unit stride, otherwise through a buffer.
 template <typename T>
 struct OutputTensor {
   T* data;
   LrpeCosineStrides strides;
   bool is_past_caches;
 
-  /// `halves` is how many times the features of x a row of this tensor has.
+  /// A row of this tensor has `halves` times the features of x.
   OutputTensor(void* to, const LrpeCosineStrides& strides, const LrpeCosineShape& shape, std::int64_t halves)
       : data(static_cast<T*>(to)), strides(strides) {
     constexpr std::uintptr_t kLine = 64;
     const auto is_aligned = [](std::int64_t elements) {
       return static_cast<std::uint64_t>(elements) * sizeof(T) % kLine == 0;
     };
-    // Whole lines, and packs that begin with one.
+    // Only whole cache lines are written past the caches, and packs that start on one.
     is_past_caches = strides[3] == 1 && is_aligned(strides[0]) && is_aligned(strides[1]) && is_aligned(strides[2]) &&
                      is_aligned(shape.features) && reinterpret_cast<std::uintptr_t>(to) % kLine == 0 &&
                      is_beyond_caches(static_cast<std::size_t>(product_of(shape) * halves) * sizeof(T));
@@ -332,7 +333,7 @@ struct OutputTensor {
   T* row(const TokenTile& tile, std::int64_t n, std::int64_t feature, T* buffer) const {
     return strides[3] == 1 ? at(tile, n, feature) : buffer;
   }
-  /// After row() has been written.
+  /// Call after the memory of row() is written.
   void finish(const TokenTile& tile, std::int64_t n, std::int64_t feature, std::int64_t count, const T* buffer) const {
     if (strides[3] == 1) return;
     T* to = at(tile, n, feature);
@@ -340,21 +341,21 @@ struct OutputTensor {
   }
 };
 
-/// Asks for memory that is read or written soon. The fence binds the compiler only: GCC leaves out calls of functions
-/// that do nothing but this.
+/// Prefetches memory that is read or written soon. The fence affects only the compiler: GCC removes calls of functions
+/// that only prefetch.
 template <typename T>
 HWY_INLINE void fetch_ahead(const T* row, std::int64_t count) {
   for (std::int64_t i = 0; i < count; i += 64 / static_cast<std::int64_t>(sizeof(T))) hwy::Prefetch(row + i);
   std::atomic_signal_fence(std::memory_order_seq_cst);
 }
 
-/// Memory for the rows of tensors of other strides.
+/// Memory for a chunk of a row without unit stride.
 template <typename T>
 struct RowBuffer {
   HWY_ALIGN T elements[kTableElements];
 };
 
-/// The first `count` elements of a pack, or all where there are more.
+/// Stores a pack, or its first `count` elements if it has more.
 template <typename T>
 HWY_INLINE void store_result(bool is_past_caches, const Pack<T>& pack, T* to, std::int64_t count) {
   if (count < static_cast<std::int64_t>(pack_size<T>())) {
@@ -368,8 +369,8 @@ HWY_INLINE void store_result(bool is_past_caches, const Pack<T>& pack, T* to, st
 
 // ------------------------------------------------------------------------------------------------------ activations
 
-/// What makes exponentials the elements of a softmax: scale * exp(x - shift). `dot` is the sum of a * g over the
-/// softmax, of a backward.
+/// The parameters of a softmax a = scale * exp(x - shift). `dot` is the sum of a * g over the softmax, for the
+/// backward.
 template <typename A>
 struct Normalizer {
   A shift = A(0);
@@ -377,7 +378,7 @@ struct Normalizer {
   A dot = A(0);
 };
 
-/// The same for each feature of a softmax over the sequence, in the order of the elements, as long as whole packs.
+/// The Normalizer of each feature of a softmax over the sequence, in the order of the elements, padded to whole packs.
 template <typename A>
 struct Normalizers {
   const A* shift = nullptr;
@@ -390,7 +391,7 @@ struct Normalizers {
   }
 };
 
-/// Of the whole row, or of a pack of features.
+/// A pack of `value`, or for a softmax over the sequence of `values` from `at` on.
 template <LrpeKind kKind, typename T>
 HWY_INLINE Pack<T> spread(Accumulator<T> value, const Accumulator<T>* values, std::int64_t at) {
   const Tag<T> d;
@@ -401,7 +402,7 @@ HWY_INLINE Pack<T> spread(Accumulator<T> value, const Accumulator<T>* values, st
   return {v, v, v, v};
 }
 
-/// e^x down to where subnormal numbers begin; exp() is 0 a little earlier. 5 units in the last place.
+/// e^x for x <= 0 down to the smallest normal number; exp() returns 0 a little earlier. 5 units in the last place.
 HWY_INLINE Float exp_of_negative(FloatTag d, Float x) {
   const Float root = exp(d, hn::Mul(x, hn::Set(d, 0.5f)));
   return hn::Mul(root, root);
@@ -422,20 +423,21 @@ HWY_INLINE Logistic<VectorOf<T>> logistic_of_size(VectorOf<T> x) {
   return {e, hn::Div(one, hn::Add(one, e))};
 }
 
-/// activation(x); of a softmax with the normalizer's shift and scale.
+/// activation(x). `shift` and `scale` are used by a softmax only.
 template <LrpeKind kKind, typename T>
 HWY_INLINE VectorOf<T> activated(Activation activation, VectorOf<T> x, VectorOf<T> shift, VectorOf<T> scale) {
   const Tag<T> d;
   if constexpr (kKind != LrpeKind::elementwise) return hn::Mul(scale, exp_of_negative(d, hn::Sub(x, shift)));
   if (activation == Activation::none) return x;
   const auto is_negative = hn::Lt(x, hn::Zero(d));
-  if (activation == Activation::relu) return hn::IfThenElse(is_negative, hn::Zero(d), x);  // a NaN stays one
+  if (activation == Activation::relu) return hn::IfThenElse(is_negative, hn::Zero(d), x);  // keeps a NaN
   const auto [e, r] = logistic_of_size<T>(x);
   const auto s = hn::IfThenElse(is_negative, hn::Mul(e, r), r);
   return activation == Activation::silu ? hn::Mul(x, s) : s;
 }
 
-/// Shift and scale of a softmax over the features of a row. `fetch(feature, count)` gives them as contiguous memory.
+/// Shift and scale of a softmax over the features of a row. `fetch(feature, count)` returns `count` features as
+/// contiguous memory.
 template <typename T, typename Fetch>
 Normalizer<Accumulator<T>> normalizer_of_row(std::int64_t features, Fetch&& fetch) {
   using A = Accumulator<T>;
@@ -444,7 +446,7 @@ Normalizer<Accumulator<T>> normalizer_of_row(std::int64_t features, Fetch&& fetc
     const std::int64_t count = std::min(kTableElements, features - first);
     max = std::max(max, max_of(fetch(first, count), count));
   }
-  // An infinite maximum is subtracted as it is: that makes the sum a NaN, as it should be.
+  // An infinite maximum is subtracted too: it makes the sum NaN, as in the formula.
   double sum = 0.0;
   for (std::int64_t first = 0; first < features; first += kTableElements) {
     const std::int64_t count = std::min(kTableElements, features - first);
@@ -453,13 +455,13 @@ Normalizer<Accumulator<T>> normalizer_of_row(std::int64_t features, Fetch&& fetc
   return {.shift = max, .scale = static_cast<A>(1.0 / sum)};
 }
 
-/// Shift and scale of a softmax of which the statistics are known. The logsumexp is the shift, so that what counts has
-/// a small exponent; what its rounding loses is in the scale, which is 1 / 16 of 16 elements too large for a logarithm
-/// beside them.
+/// Shift and scale of a softmax from its statistics. The logsumexp is the shift, so that the large elements have small
+/// exponents; the scale corrects its rounding. For example, for 16 equal elements so large that log(16) is lost beside
+/// them, the scale is 1 / 16.
 template <typename A>
 Normalizer<A> normalizer_of(const RowState& state) {
   const double lse = state.lse();
-  // All of it -inf: -inf - -inf is a NaN. A +inf in it: all of it NaN.
+  // If all elements are -inf, -inf - -inf makes them NaN. If one is +inf, all become NaN.
   if (!std::isfinite(lse)) return {.shift = lse > 0 ? nan_of<A>() : static_cast<A>(lse)};
   const A shift = static_cast<A>(lse);
   return {.shift = shift, .scale = static_cast<A>(std::exp(static_cast<double>(shift) - state.max) / state.sum)};

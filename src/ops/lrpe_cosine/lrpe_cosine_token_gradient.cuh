@@ -1,4 +1,4 @@
-// What the kernels of the backward of lrpe_cosine are given, and what a thread of them does with a token.
+// The arguments of the backward's kernels of lrpe_cosine, and the gradient of a token in a thread.
 #pragma once
 
 #include "ops/lrpe_cosine/lrpe_cosine_columns.cuh"
@@ -17,8 +17,8 @@ struct BackwardArguments {
   const T* grad_out;
   const T* x;
   T* grad_x;                          ///< or nullptr
-  const Accumulator<T>* lse;          ///< [B, H, 2, D], of a softmax over the sequence
-  const Accumulator<T>* column_dots;  ///< [B, H, D], likewise: sum of a * g
+  const Accumulator<T>* lse;          ///< [B, H, 2, D], with a softmax over the sequence
+  const Accumulator<T>* column_dots;  ///< [B, H, D], sum of a * g, with a softmax over the sequence
   Accumulator<T>* partials;           ///< [H, partials, D] of theta; [partials, B * H * D] of column_dots
   LrpeCosineStrides grad_out_strides;
   LrpeCosineStrides x_strides;
@@ -26,7 +26,7 @@ struct BackwardArguments {
   LrpeCosineAngles angles;
 };
 
-/// What a thread of the backward has of one token: the vectors that it loads, and what becomes of them.
+/// A thread's features of one token in the backward: the vectors that it loads, and the gradients from them.
 template <typename T, LrpeKind kKind, bool kHasThetaGradient>
 struct TokenGradient {
   using A = Accumulator<T>;
@@ -37,7 +37,7 @@ struct TokenGradient {
   Lanes grad_sine;
   Lanes x;
 
-  /// Where a token is not there, what is neutral in every sum over the lanes of the warp.
+  /// Loads a token. A missing token gets numbers that are neutral in every reduction over the lanes of the warp.
   __device__ void read(const BackwardArguments<T>& p, bool is_there, const T* from, const T* x_from) {
     if (!is_there) {
       grad_cosine = Lanes{};
@@ -50,7 +50,7 @@ struct TokenGradient {
     if constexpr (kReadsX) x = Lanes::read(x_from);
   }
 
-  /// dL/d(a), where a is what is rotated, and what theta's gradient has of each feature but for a and the position.
+  /// grad_a = dL/d(a) with a = activation(x), and the terms of theta's gradient without their factors a and position.
   __device__ void rotate_back(const TokenAngles<T, kWidth>& token, A (&grad_a)[kWidth],
                               A (&theta_terms)[kWidth]) const {
     A cosine_part[kWidth];
@@ -71,8 +71,8 @@ struct TokenGradient {
     for (int i = 0; i < kWidth; ++i) a[i] = precise_exponential<T>(lse.log_softmax(a[i], i));
   }
 
-  /// dL/d(x) in grad_x, and in theta_terms what theta's gradient has of each feature, but for the position. All lanes
-  /// of the warp call it where the softmax is over the features.
+  /// Computes grad_x = dL/d(x), and the terms of theta's gradient without their factor position. With a softmax over
+  /// the features all lanes of the warp call it.
   __device__ void compute(const BackwardArguments<T>& p, bool is_there, const TokenAngles<T, kWidth>& token,
                           std::int64_t group, std::int64_t feature, A (&grad_x)[kWidth],
                           A (&theta_terms)[kWidth]) const {
@@ -82,7 +82,7 @@ struct TokenGradient {
     if constexpr (kKind == LrpeKind::elementwise) {
       A derivative[kWidth];
       activate<T>(p.activation, a, derivative);
-      // What relu holds back, it holds back whatever it is: 0 times NaN would come through.
+      // Not a product with the derivative 0: relu stops a NaN of the gradient too.
       const bool is_relu = p.activation == Activation::relu;
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
@@ -94,7 +94,7 @@ struct TokenGradient {
       A dot = A(0);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) dot = fma(a[i], grad_x[i], dot);
-      // A lane without features has no angles either.
+      // A lane without a token has no angles, so its dot is arbitrary.
       dot = over_lanes(is_there ? dot : A(0), p.tiling.lanes(), Plus{});
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) grad_x[i] = a[i] * (grad_x[i] - dot);

@@ -1,5 +1,6 @@
-// The backward of a softmax over a sequence that is short enough for a block to have whole columns: it reads everything
-// once, and keeps it between the sums of a * dL/d(a) and the gradient. The angles are computed for each batch entry.
+// The backward of a softmax over a sequence that is so short that a block has whole columns. The block reads every
+// input once, and keeps it in registers between the sums of a * dL/d(a) and the gradient. The angles are computed for
+// each batch entry.
 #pragma once
 
 #include "ops/lrpe_cosine/lrpe_cosine_plan.h"
@@ -7,8 +8,9 @@
 
 namespace eaves::cuda {
 
-/// `sums` summed over the threads that have the same features, in all of them. May be called again and again: every
-/// thread has read `block_sums` before the next call's first barrier, and `warp_sums` before this one's second.
+/// Adds `sums` over the threads with the same features, and returns the totals in all of them. May be called
+/// repeatedly: every thread has read `block_sums` before the next call's first barrier, and `warp_sums` before this
+/// call's second.
 template <int kWidth, typename A>
 __device__ void sum_whole_columns(A (&sums)[kWidth]) {
   constexpr int kFeatures = kLrpeWholeColumnLanes * kWidth;
@@ -96,7 +98,7 @@ __global__ void __launch_bounds__(kLrpeMostWholeColumnThreads)
     for (int t = 0; t < kTokens; ++t) {
       const int n = token_of(t);
       if (!is_there(n)) break;
-      A a[kWidth];  // once more: to keep it takes more registers than there are
+      A a[kWidth];  // computed again: there are too few registers to keep it
       tokens[t].sequence_softmax(lse, a);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) grad_a[t][i] = a[i] * (grad_a[t][i] - sums[i]);
