@@ -15,7 +15,7 @@ std::string Refusal::argument() const {
 }
 
 std::string Refusal::sentence_with(const std::function<std::string(const std::string&)>& name_of) const {
-  if (op_.empty()) return sentence_;  // of a file or a flag, whose name may have backticks
+  if (op_.empty()) return sentence_;  // concerns a file or a flag: its name may contain backticks
   std::string text;
   bool is_name = false;
   for (std::size_t begin = 0, end = 0; begin <= sentence_.size(); begin = end + 1, is_name = !is_name) {
@@ -33,7 +33,8 @@ std::string Refusal::message() const {
 namespace check {
 namespace {
 
-/// One unknown of an address difference: an integer in [low, high] times `stride` bytes.
+/// One term of an address difference: k * stride for an integer k in [low, high]. All strides of a difference are in
+/// one unit, bytes or elements.
 struct Term {
   std::int64_t stride;
   std::int64_t low;
@@ -66,8 +67,9 @@ struct Terms {
     std::sort(items.begin(), items.begin() + size, [](const Term& a, const Term& b) { return a.stride > b.stride; });
   }
 
-  /// Sorts, and joins terms. A term whose stride is a multiple m of the next one's, of which there are at least m, adds
-  /// nothing but reach: both are one term. That keeps the search short where strides differ between two tensors.
+  /// Sorts the terms and joins pairs. If large.stride = m * small.stride and `small` takes at least m consecutive
+  /// values, then the pair reaches every multiple of small.stride in a range, as one term does. Fewer terms keep the
+  /// search short for two tensors with different strides.
   void simplify() {
     sort();
     for (int i = size - 1; i > 0; --i) {
@@ -83,9 +85,9 @@ struct Terms {
   }
 };
 
-/// Is there a choice of the terms that sums to `target`? With `excluding_zero`, other than all of them 0. Exact: a
-/// term's candidates are those from which the smaller strides still reach the target, for any layout that nests
-/// at most two or three. `budget` bounds the search where a layout does not nest; out of budget counts as yes.
+/// True if the terms can sum to `target`; with `excluding_zero`, by a choice other than all zeros. The search is exact.
+/// For each term it tries the k that leave a rest within reach of the smaller strides: two or three at most if the
+/// strides nest. If they do not, `budget` bounds the search, and a search that exceeds it returns true.
 bool reaches(const Terms& terms, int first, __int128 target, bool excluding_zero, int& budget) {
   if (--budget < 0) return true;
   if (first == terms.size) return target == 0 && !excluding_zero;
@@ -96,7 +98,7 @@ bool reaches(const Terms& terms, int first, __int128 target, bool excluding_zero
     rest_high += static_cast<__int128>(terms.items[i].stride) * terms.items[i].high;
   }
   const Term& term = terms.items[first];
-  if (term.stride == 0) {  // sorted last but for other zero strides, which add() has merged
+  if (term.stride == 0) {  // sorts last, and is the only one: add() merges equal strides
     return target == 0 && (!excluding_zero || term.low < 0 || term.high > 0);
   }
   const auto floor_divide = [](__int128 a, __int128 b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); };
@@ -177,7 +179,7 @@ void is_valid(const Argument& argument) {
   if (view.device.index < 0) {
     fail(argument, "is on " + to_string(view.device) + ", expected a device index of 0 or more");
   }
-  // Sizes of 0 are left out of the product: products over some of the axes must not overflow either.
+  // The product leaves out sizes of 0, because products over some of the axes must not overflow either.
   std::int64_t count = 1;
   bool is_empty = false;
   for (const std::int64_t size : view.shape) {
@@ -254,7 +256,8 @@ void is_writable(const Argument& argument) {
   for (int axis = 0; axis < view.shape.size(); ++axis) {
     if (view.shape[axis] > 1) terms.add(view.strides[axis], 1 - view.shape[axis], view.shape[axis] - 1);
   }
-  // Two axes of equal stride were merged into one term, where +1 and -1 cancel to 0: look for that first.
+  // Steps of +1 and -1 along two axes of equal stride give one address. add() merged such axes into one term, in which
+  // the steps cancel, so reaches() would miss them.
   bool equal_strides = false;
   for (int a = 0; a < view.shape.size(); ++a) {
     for (int b = a + 1; b < view.shape.size(); ++b) {
@@ -262,7 +265,7 @@ void is_writable(const Argument& argument) {
                                         std::abs(view.strides[a]) == std::abs(view.strides[b]));
     }
   }
-  // Not simplified: which terms are 0 has to be told apart.
+  // No simplify(): a joined term can be 0 although neither of its two parts is.
   terms.sort();
   int budget = kSearchBudget;
   if (equal_strides || reaches(terms, 0, 0, true, budget)) {
@@ -277,7 +280,8 @@ void do_not_overlap(const Argument& output, const Argument& other) {
   const ByteRange a = byte_range(output.view);
   const ByteRange b = byte_range(other.view);
   if (a.end <= b.begin || b.end <= a.begin) return;
-  // The ranges meet, the elements need not: halves of one buffer's rows interleave. Do any two share a byte?
+  // Ranges can overlap although no elements do: the left and right halves of a buffer's rows interleave. So search for
+  // two elements that share a byte.
   Terms terms;
   const auto a_bytes = static_cast<std::int64_t>(size_of(output.view.dtype));
   const auto b_bytes = static_cast<std::int64_t>(size_of(other.view.dtype));
@@ -305,7 +309,7 @@ AxisSet axes(const Argument& argument, const Dims& axes) {
     for (int axis = 0; axis < rank; ++axis) set.contains[axis] = true;
     return set;
   }
-  // As in PyTorch, a zero-dimensional tensor has an axis 0 that may be named.
+  // As in PyTorch, a caller may name axis 0 (or -1) of a zero-dimensional tensor.
   const int range = rank == 0 ? 1 : rank;
   for (const std::int64_t axis : axes) {
     if (axis < -range || axis >= range) {
@@ -335,7 +339,7 @@ int axis(const Argument& argument, const char* name, int axis) {
 }
 
 void number(const char* op, const char* name, double value, double low, double high, std::string_view expected) {
-  if (value >= low && value <= high && std::isfinite(value)) return;  // a NaN is neither
+  if (value >= low && value <= high && std::isfinite(value)) return;  // false for a NaN
   char text[40];
   std::snprintf(text, sizeof(text), "%g", value);
   fail(op, name, std::string("is ") + text + ", expected " + std::string(expected));

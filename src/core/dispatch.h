@@ -1,4 +1,4 @@
-// From a DType at run time to a C++ type at compile time, in one place:
+// Maps a DType at run time to a C++ type at compile time:
 //
 //   dispatch_floating_point(x.dtype, [&]<typename T>() { launch<T>(...); });
 #pragma once
@@ -20,7 +20,7 @@ inline constexpr DType kDTypeOf = [] {
   if constexpr (std::is_same_v<T, bfloat16>) return DType::bfloat16;
 }();
 
-/// Accumulator<T> as a dtype: what sums of a dtype are kept in, and what an lse is stored as.
+/// The dtype of Accumulator<T>: the type of sums over a tensor of `dtype`, and of a stored lse.
 inline DType accumulator_dtype(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
 
 /// Calls `function.operator()<T>()` with the type of a floating-point dtype.

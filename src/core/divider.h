@@ -1,4 +1,4 @@
-// Division by a number that is known before a kernel starts: a multiplication and a shift on a GPU, where a division is
+// Division by a number that is known before a kernel starts, as a multiplication and a shift. A division takes a GPU
 // twenty instructions.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Division by multiplication, on the host's branch of it; the GPU's is under every grid of the operators that use it.
+// Tests Divider's host branch. The operators' tests on a GPU cover its device branch.
 #include "core/divider.h"
 
 #include <gtest/gtest.h>

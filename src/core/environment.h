@@ -1,18 +1,18 @@
-// Switches in the environment. They are read on each call, so that a test or a debugger can change them, but not while
-// another thread is in one. (EAVES_CPU_GEMM, which is read once, is in cpu/gemm.cpp.)
+// Environment variables that switch behaviour. Each call reads them, so a test or a debugger may change them, but not
+// while another thread is inside a call. (cpu/gemm.cpp reads EAVES_CPU_GEMM, once.)
 #pragma once
 
 namespace eaves {
 
-/// EAVES_CHECK_TARGETS=1: targets on a GPU are copied and checked, and the call waits for that.
+/// EAVES_CHECK_TARGETS=1: a call copies its targets from the GPU, checks them, and waits for the copy.
 bool checks_targets_on_gpu();
 
-/// EAVES_BATCH_INVARIANT=1: what a call gives for a row does not depend, bit for bit, on which other rows are in it.
-/// What that covers: docs/design.md, "Batch invariance".
+/// EAVES_BATCH_INVARIANT=1: the results of a row do not depend, bit for bit, on the other rows of the call. Scope:
+/// docs/design.md, "Batch invariance".
 bool is_batch_invariant();
 
-/// EAVES_FUSED_PRODUCT: does linear_cross_entropy take the fused path (docs/design.md)? 0: never;
-/// 1: wherever it can, from 4096 classes on, and an online softmax for any number of features; unset: the faster way.
+/// EAVES_FUSED_PRODUCT selects the fused path of linear_cross_entropy (docs/design.md). 0: never. 1: always if the path
+/// supports the call, from 4096 classes on, with an online softmax for any number of features. Unset: if it is faster.
 enum class FusedProduct { never, where_faster, wherever_possible };
 FusedProduct fused_product();
 

@@ -1,7 +1,7 @@
-// A matrix product, as operators ask for it on every device: row-major matrices with 64-bit sizes, one rounding at the
-// end. But on a GPU a c of 16 bits that is added to may have two: cuBLASLt (13.1, on Hopper, each of its algorithms)
-// rounds the product before it adds it. cuda/gemm.h computes it with a library, on Hopper some of them with CUTLASS,
-// cpu/gemm.h with a library or loops of its own.
+// The description of a matrix product that operators pass to every device: row-major matrices with 64-bit sizes, and
+// one rounding at the end. A GPU may round twice when it adds to a c of 16 bits: cuBLASLt (13.1, on Hopper, each of its
+// algorithms) rounds the product before it adds it. cuda/gemm.h computes products with cuBLASLt, and some on Hopper
+// with CUTLASS; cpu/gemm.h computes them with a library or its own loops.
 #pragma once
 
 #include <cstddef>
@@ -11,18 +11,18 @@
 
 namespace eaves {
 
-/// A matrix in memory. Where `is_transposed`, its rows lie as columns: element [i, j] is at j * stride + i.
+/// A matrix in memory. Element [i, j] is at i * stride + j, or at j * stride + i if `is_transposed`.
 struct GemmMatrix {
   const void* data;
-  std::int64_t stride;  ///< in elements, between rows (between columns where transposed)
+  std::int64_t stride;  ///< in elements, between rows (between columns if transposed)
   bool is_transposed = false;
 };
 
-/// c = alpha * a * b + bias, or c += alpha * a * b, with a [m, k], b [k, n], c [m, n]; none of the sizes is 0 but k,
-/// where the product is 0.
+/// c = alpha * a * b + bias, or c += alpha * a * b, with a [m, k], b [k, n], c [m, n]. m and n are not 0; for k = 0 the
+/// product is 0.
 ///
-/// Products are summed in float32 without shortening the factors, in float64 for float64. "Accumulator" below is that
-/// type.
+/// Sums are in float32, or in float64 for float64, the "accumulator" type below. Factors keep all of their bits (no
+/// TF32).
 struct Gemm {
   std::int64_t m;
   std::int64_t n;
@@ -34,21 +34,21 @@ struct Gemm {
   void* c;
   std::int64_t c_stride;        ///< in elements, between rows
   const void* alpha = nullptr;  ///< one accumulator on the device; nullptr: 1
-  const void* bias = nullptr;   ///< [n] accumulators, added to each row, where c has accumulators too; nullptr: 0
+  const void* bias = nullptr;   ///< [n] accumulators, added to each row of a c of accumulators; nullptr: 0
   bool accumulates = false;     ///< c += instead of c =; then no bias
 };
 
-/// Elements of 16 bits that a product on a GPU takes at once. What is behind the last whole vector of them is a product
-/// of its own (cuda/gemm.cu).
+/// Elements of 16 bits in one vector of a product on a GPU. The elements behind the last whole vector become a separate
+/// product (cuda/gemm.cu).
 inline constexpr std::int64_t kGemmVector = 8;
 
-/// Is a sum over k, along which a factor lies, one of two products? They meet in c, which therefore has to have
-/// accumulators: another c would be rounded twice.
+/// True if a sum over k, along which a factor is contiguous, needs two products: one over the whole vectors, one over
+/// the rest. The second adds to c, so c must hold accumulators; a narrower c would be rounded twice.
 inline bool is_sum_of_two_products(DType dtype, std::int64_t k) {
   return size_of(dtype) == 2 && k > kGemmVector && k % kGemmVector != 0;
 }
 
-/// What a product on a GPU takes of a workspace, whatever its size; on the CPU nothing.
+/// The workspace of a product on a GPU, whatever its size. A product on the CPU needs none.
 inline constexpr std::size_t kGemmWorkspaceBytes = std::size_t{8} << 20;
 
 }  // namespace eaves

@@ -1,4 +1,4 @@
-// What core/gemm.h promises of a product on every device. How the CPU cuts it up is in cpu/gemm_test.cpp.
+// Tests the contract of core/gemm.h on every device. cpu/gemm_test.cpp tests how the CPU divides a product.
 #include "core/gemm.h"
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@
 namespace eaves::testing {
 namespace {
 
-/// A bias is added to accumulators on every device, to other types on the CPU alone.
+/// Every device adds a bias to accumulators; only the CPU adds one to other types.
 bool may_have_bias(GemmDTypes dtypes) { return size_of(dtypes.c) != 2; }
 
 class MatrixProduct : public OnEachDevice {
@@ -25,7 +25,7 @@ class MatrixProduct : public OnEachDevice {
                [&](const Gemm& product) { runtime::matrix_product(device(), product, {}); });
   }
 
-  /// Both ways that each factor can lie.
+  /// Calls `body` with each factor row-major and transposed.
   template <typename Body>
   static void for_each_layout(const Body& body) {
     for (const bool is_a_transposed : {false, true}) {
@@ -41,21 +41,21 @@ TEST_P(MatrixProduct, IsRightInEveryLayoutAtEveryAlignment) {
       for (const bool has_alpha : {false, true}) {
         GemmCase test{13, 71, 37, is_a_transposed, is_b_transposed, has_alpha};  // odd strides
         check(dtypes, test);
-        test.misalignment = 1;  // no address is a multiple of more than an element
+        test.misalignment = 1;  // no address has more than an element's alignment
         check(dtypes, test);
         test.padding = 5;  // even strides, longer than the rows
         check(dtypes, test);
         test = {48, 64, 32, is_a_transposed, is_b_transposed, has_alpha};  // multiples of 16 bytes throughout
         check(dtypes, test);
         test = {13, 69, 37, is_a_transposed, is_b_transposed, has_alpha};
-        test.padding = 3;  // rows at multiples of 16 bytes, but of no whole vectors
+        test.padding = 3;  // rows start at multiples of 16 bytes, but have no whole number of vectors
         check(dtypes, test);
         test = {48, 64, 32, is_a_transposed, is_b_transposed, has_alpha};
-        test.padding = 8;  // rows at multiples of 16 bytes, with gaps
+        test.padding = 8;  // rows start at multiples of 16 bytes, with gaps
         check(dtypes, test);
         test.misalignment = 1;
         check(dtypes, test);
-        test.padding = 1;  // each row at another distance from a multiple of 16 bytes
+        test.padding = 1;  // each row has another offset from a multiple of 16 bytes
         check(dtypes, test);
       }
     });
@@ -73,10 +73,10 @@ TEST_P(MatrixProduct, AddsABiasToEachRow) {
         test.misalignment = 1;
         check(dtypes, test);
         test = {61, 93, 45, is_a_transposed, is_b_transposed, has_alpha, true};
-        test.padding = 3;  // rows at multiples of 16 bytes, but of no whole vectors
+        test.padding = 3;  // rows start at multiples of 16 bytes, but have no whole number of vectors
         check(dtypes, test);
         test.misalignment = 1;
-        test.m = 1100;  // more rows than a launch has blocks of them
+        test.m = 1100;  // more rows than a launch has blocks
         test.n = 257;   // one column more than a block has threads
         test.k = 5;
         check(dtypes, test);
@@ -99,7 +99,7 @@ TEST_P(MatrixProduct, AccumulatesIntoWhatIsThere) {
 
 TEST_P(MatrixProduct, TakesAnySize) {
   struct Sizes {
-    std::int64_t m, n, k;  // with the reason
+    std::int64_t m, n, k;  // each with its reason
   };
   constexpr Sizes kSizes[] = {
       {1, 1, 1},       // one product
@@ -107,10 +107,10 @@ TEST_P(MatrixProduct, TakesAnySize) {
       {1, 257, 64},    // a vector and a matrix
       {257, 1, 64},    // a matrix and a vector
       {31, 37, 1},     // a column and a row
-      {1, 2, 4099},    // a long sum for few elements, which may be cut
+      {1, 2, 4099},    // a long sum for few elements: a device may split it
       {2, 3, 8200},    // likewise, and even
       {127, 131, 67},  // primes around a tile of 128
-      {129, 257, 61},  // one more than tiles
+      {129, 257, 61},  // one more than a multiple of a tile
       {521, 17, 129},  // many rows, few columns
       {17, 521, 129},  // the other way around
   };
@@ -138,7 +138,7 @@ TEST_P(MatrixProduct, OfASumOverNothingIsZeroTheBiasOrWhatWasThere) {
 
 TEST_P(MatrixProduct, PassesNanAndInfinitiesOn) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  // Row 1 of a has a NaN, row 2 an infinity, which meets 1, 0 and -infinity.
+  // Row 1 of a has a NaN. Row 2 has an infinity, which b multiplies by 1, 0 and -infinity.
   const auto a = [](std::int64_t i, std::int64_t p) {
     return p != 2 || i == 0 || i == 3 ? 1.0 : i == 1 ? NAN : INFINITY;
   };
@@ -175,7 +175,7 @@ TEST_F(MatrixProductOnGpu, IsCapturedFromTheCallersStream) {
     const auto multiply = [&](const Gemm& product) {
       runtime::matrix_product(kCuda, product, {.stream = stream.handle()});
     };
-    check_gemm(kCuda, dtypes, test, multiply);  // the first one loads kernels, which no graph can capture
+    check_gemm(kCuda, dtypes, test, multiply);  // the first call loads kernels, and no graph can capture a load
     check_gemm(kCuda, dtypes, test, [&](const Gemm& product) {
       runtime::capture_and_replay(
           kCuda, stream.handle(), [&] { multiply(product); }, 1);

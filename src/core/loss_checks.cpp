@@ -12,7 +12,7 @@ void loss_options(const char* op, const CrossEntropyOptions& options) {
   for (const LossOption& option : kLossOptions) {
     const double value = options.*option.value;
     if (option.zero_is_none && value == 0.0) continue;
-    if (value >= option.smallest && value <= option.largest) continue;  // or the words would be made in every call
+    if (value >= option.smallest && value <= option.largest) continue;  // before a message is built
     const char* or_none = option.zero_is_none && option.smallest > 0.0 ? ", or 0 for none" : "";
     number(op, option.name, value, option.smallest, option.largest, std::string(option.expected) + or_none);
   }
@@ -29,7 +29,7 @@ void is_required(const Argument& argument, const char* why) {
 }
 
 void LossArguments::take_input(const Argument& argument) {
-  for (const Argument& output : outputs) do_not_overlap(output, argument);  // in place, logits is one
+  for (const Argument& output : outputs) do_not_overlap(output, argument);  // a call in place has `logits` as an output
   inputs.push_back(argument);
 }
 
@@ -42,7 +42,7 @@ void LossArguments::take_output(const Argument& argument) {
 
 void LossArguments::has_result_dtype(const Argument& argument) const {
   is_on(argument, device, reference);
-  if (argument.view.dtype == result_dtype) return;  // or the words would be made in every call
+  if (argument.view.dtype == result_dtype) return;  // before a message is built
   has_dtype(argument, {result_dtype}, std::string("float32, or float64 where `") + rows_of + "` is float64");
 }
 
@@ -115,7 +115,7 @@ void LossArguments::has_loss_gradient(const Argument& argument, DType dtype, Red
 
 namespace {
 
-/// `index` counts the rows in the order of their shape.
+/// `index` is the row's number in row-major order of `row_shape`.
 [[noreturn]] void fail_for_target(const char* op, const Dims& row_shape, std::int64_t index, std::int64_t target,
                                   std::int64_t classes, std::int64_t ignore_index) {
   Dims row;
@@ -124,7 +124,7 @@ namespace {
     row[axis] = index % row_shape[axis];
     index /= row_shape[axis];
   }
-  // A single target has no index.
+  // A zero-dimensional `targets` has no index.
   throw InvalidArgument(op, "`targets`" + (row.empty() ? "" : to_string(row)) + " is " + std::to_string(target) +
                                 ", expected 0 to " + std::to_string(classes - 1) + ", or `ignore_index` " +
                                 std::to_string(ignore_index));

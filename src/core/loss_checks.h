@@ -1,4 +1,4 @@
-// The checks that operators with a loss share: their options, tensors that come one per row or as one number, targets.
+// The checks that the losses share: options, per-row tensors, scalars and targets.
 #pragma once
 
 #include <cstdint>
@@ -14,18 +14,18 @@ namespace eaves::check {
 
 void loss_options(const char* op, const CrossEntropyOptions& options);
 
-/// An argument that cannot be left out here; `why` follows "expected it".
+/// Throws if a required argument is missing; `why` continues the words "expected it".
 void is_required(const Argument& argument, const char* why);
 
-/// What a call has beside its problem: the tensors that have been checked, and what others are checked against.
-/// "Per row" means `row_shape`, contiguous.
+/// Checks the arguments of one call. It holds the tensors checked so far, and the shape, dtype and device that the next
+/// ones must have. "Per row" means a contiguous tensor of `row_shape`.
 struct LossArguments {
   const char* op;
   Dims row_shape;
   DType result_dtype;
   Device device;
-  const char* reference;               ///< the argument whose device it is: "logits"
-  const char* rows_of = reference;     ///< the argument whose rows and dtype these are
+  const char* reference;               ///< the argument on `device`: "logits"
+  const char* rows_of = reference;     ///< the argument with these rows; its dtype decides `result_dtype`
   std::vector<Argument> inputs = {};   ///< present ones
   std::vector<Argument> outputs = {};  ///< present ones
 
@@ -37,32 +37,33 @@ struct LossArguments {
   /// "one per row of `logits`"
   std::string per_row_shape() const;
 
-  /// An optional per-row tensor; its memory, or nullptr where there is none.
+  /// Checks an optional per-row tensor. Returns its memory, or nullptr if it is missing.
   void* per_row(const Argument& argument, bool is_output, DType dtype, const char* why);
   void* per_row(const Argument& argument, bool is_output);
 
-  /// lse, optional: per row, or with one more axis of 2.
+  /// Checks an optional lse: one number per row, or two in a last axis of 2.
   KeptLse lse(const Argument& argument, bool is_output);
 
-  /// An optional single number of the result dtype.
+  /// Checks an optional scalar of the result dtype.
   void* scalar(const Argument& argument, bool is_output);
 
-  /// The same of an argument that only the mean has.
+  /// Checks an optional scalar that only Reduction::mean has.
   void* mean_scalar(const Argument& argument, Reduction reduction, bool is_output);
 
-  /// What has the shape of the loss.
+  /// Checks an optional output with the shape of the loss: per row, or a scalar if it is reduced.
   void* loss(const Argument& argument, Reduction reduction);
 
-  /// dL/d(loss): any strides, dtype of the result or `dtype`, that of the reference.
+  /// Checks dL/d(loss). It may have any strides, and the result dtype or `dtype`, the dtype of `rows_of`.
   void has_loss_gradient(const Argument& argument, DType dtype, Reduction reduction) const;
 
  private:
-  /// An optional contiguous tensor of the result dtype.
+  /// Checks an optional contiguous tensor of the result dtype.
   void* numbers(const Argument& argument, bool is_output, const Dims& shape);
   void* taken(const Argument& argument, bool is_output);
 };
 
-/// `views` has a member for each. `has_unit_factors`: the sum over the classes has no weights.
+/// Checks the outputs of a forward; `views` has a member for each. `has_unit_factors`: the sum over the classes has no
+/// weights, so there is a `mean_logit`.
 template <typename Views>
 LossOutputs loss_outputs(LossArguments& checked, const Views& views, Reduction reduction, bool has_unit_factors) {
   const char* op = checked.op;
@@ -85,12 +86,12 @@ LossOutputs loss_outputs(LossArguments& checked, const Views& views, Reduction r
   return outputs;
 }
 
-/// Throws InvalidArgument for the first target, in the order of `row_shape`, that is out of range. The targets are in
-/// memory of the host.
+/// Throws InvalidArgument for the first target out of range, in row-major order of `row_shape`. The targets are in host
+/// memory.
 void targets_are_in_range(const char* op, const RowTargets& targets, const Dims& row_shape, std::int64_t classes,
                           std::int64_t ignore_index);
 
-/// Throws InvalidArgument if it is below 0. It is in memory of the host, or nullptr.
+/// Throws InvalidArgument for a negative normalizer. Its data is in host memory, or nullptr.
 void normalizer_is_not_negative(const char* op, const TypedNumbers& normalizer);
 
 }  // namespace eaves::check

@@ -1,10 +1,10 @@
-// The scalar options of the losses, a row each. The checks, the command line and the bindings of PyTorch and of JAX are
-// made from this table; a new option is a row here, a member of CrossEntropyOptions (include/eaves/cross_entropy.h),
-// its place in the formula (ops/cross_entropy/cross_entropy_math.h) and a parameter of the Python functions.
+// The table of the losses' scalar options. The checks, the command line and the bindings of PyTorch and JAX are made
+// from it. A new option needs a row here, a member of CrossEntropyOptions (include/eaves/cross_entropy.h), a term in
+// the formula (ops/cross_entropy/cross_entropy_math.h) and a parameter of the Python functions.
 //
-// One that changes logits, or what the gradient needs of a row besides its lse, also goes into plan_of()
-// (ops/cross_entropy/cross_entropy_problem.cpp), which chooses the kernels; one that changes logits also into the
-// transforms (cross_entropy_transform.cuh and cross_entropy_rows_cpu.h there), where suits_fused_path()
+// plan_of() (ops/cross_entropy/cross_entropy_problem.cpp) chooses the kernels: it must know an option that changes the
+// logits, or that makes the gradient need more of a row than its lse. An option that changes the logits also goes into
+// the transforms (cross_entropy_transform.cuh and cross_entropy_rows_cpu.h there), and suits_fused_path()
 // (linear_cross_entropy.cpp) may refuse it.
 #pragma once
 
@@ -15,17 +15,17 @@
 namespace eaves {
 
 struct LossOption {
-  const char* name;  ///< of the member, in messages
+  const char* name;  ///< of the member, and in messages
   double CrossEntropyOptions::*value;
   double smallest;
   double largest;
   bool zero_is_none;     ///< 0, the default, leaves the option out, whatever `smallest` is
-  const char* expected;  ///< what an error says of the range
-  const char* flag;      ///< of the command line
+  const char* expected;  ///< the range in an error's words
+  const char* flag;      ///< on the command line
   const char* help;
 };
 
-// What float32, in which most calls compute, would make 0 or infinite is refused for all.
+// Most calls compute in float32, so every call refuses a value that float32 would round to 0 or to infinity.
 inline constexpr double kSmallestOption = std::numeric_limits<float>::min();
 inline constexpr double kLargestOption = std::numeric_limits<float>::max();
 

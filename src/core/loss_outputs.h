@@ -1,4 +1,4 @@
-// The numbers of the rows of a call of the losses, and of the call: a forward writes them, a backward reads some.
+// The results of a loss, per row and per call. A forward writes them; a backward reads some of them.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,9 @@
 
 namespace eaves {
 
-/// Each nullptr where not asked for; float32, or float64 for float64 logits.
+/// nullptr means that the caller does not want the result. Results are float32, or float64 for float64 logits.
 struct LossOutputs {
-  void* loss;  ///< per row, or one element where it is reduced, as is z_loss
+  void* loss;  ///< per row, or one element if it is reduced; z_loss likewise
   void* z_loss;
   void* divisor;  ///< one element
   // Per row.
@@ -21,7 +21,7 @@ struct LossOutputs {
   void* target_mass;
 };
 
-/// Beside lse, those with a number for each row in the dtype of the loss.
+/// The outputs besides lse that hold one number per row in the dtype of the loss.
 using RowOutput = void* LossOutputs::*;
 inline constexpr RowOutput kRowOutputs[] = {&LossOutputs::entropy, &LossOutputs::sum_sq, &LossOutputs::mean_logit,
                                             &LossOutputs::target_mass};

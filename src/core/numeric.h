@@ -1,5 +1,5 @@
-// Number types that C++20 lacks, and what differs between them: bfloat16 and float16 as storage, the type that sums
-// are kept in, and conversions that round once, to nearest, ties to even. Compiles for host and device.
+// The number types that C++20 lacks: bfloat16 and float16 as storage, the accumulator type of each element type, and
+// conversions that round once, to nearest, ties to even. Compiles for host and device.
 #pragma once
 
 #include <bit>
@@ -36,14 +36,15 @@ EAVES_HOST_DEVICE constexpr float to_float(float16 value) {
   if (magnitude >= 0x7c00u) {  // infinity, NaN: the exponent becomes all ones again
     return std::bit_cast<float>(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
   }
-  // Exponent and mantissa in float32's places, then times 2^112 for the difference of the biases: subnormals included.
+  // Shift exponent and mantissa to their places in float32, then multiply by 2^112, the difference of the biases. This
+  // converts subnormals too.
   const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
   return std::bit_cast<float>(std::bit_cast<std::uint32_t>(scaled) | sign);
 }
 
 EAVES_HOST_DEVICE constexpr bfloat16 to_bfloat16(float value) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) {  // adding the rounding to a NaN could carry it into an infinity
+  if ((bits & 0x7fffffffu) > 0x7f800000u) {  // a NaN, which the rounding below could turn into an infinity
     return {static_cast<std::uint16_t>((bits >> 16) | 0x40u)};
   }
   return {static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
@@ -64,11 +65,11 @@ EAVES_HOST_DEVICE constexpr float16 to_float16(float value) {
   return {static_cast<std::uint16_t>(sign | (rounded >> 13))};
 }
 
-/// The type that sums, maxima and exponentials of a T are kept in: float32, or float64 for float64.
+/// The type of sums, maxima and exponentials of T: float32, or float64 for float64.
 template <typename T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-/// Any element type to its accumulator.
+/// Converts an element to its accumulator type.
 template <typename T>
 EAVES_HOST_DEVICE constexpr Accumulator<T> load_as_accumulator(T value) {
   if constexpr (std::is_same_v<T, bfloat16> || std::is_same_v<T, float16>) {
@@ -78,7 +79,7 @@ EAVES_HOST_DEVICE constexpr Accumulator<T> load_as_accumulator(T value) {
   }
 }
 
-/// A result to the type it is stored as: the one rounding that a result sees.
+/// Rounds a result to its storage type: the only rounding of a result.
 template <typename T, typename A>
 EAVES_HOST_DEVICE constexpr T round_to(A value) {
   if constexpr (std::is_same_v<T, bfloat16>) {

@@ -1,4 +1,5 @@
-// Conversions of core/numeric.h over every 16-bit value, both ways, against the compiler's own types where it has them.
+// Tests the conversions of core/numeric.h over every 16-bit value in both directions, and against the compiler's own
+// types if it has them.
 #include "core/numeric.h"
 
 #include <gtest/gtest.h>
@@ -40,7 +41,7 @@ TEST(Numeric, EveryFloat16SurvivesTheWayToFloat32AndBack) {
   });
 }
 
-/// Half way between two neighbours the even one is taken, and the nearer one on either side of it.
+/// Half way between two neighbours, the even one wins; on either side of that point, the nearer one.
 template <typename T, typename Round>
 void check_half_ways(std::uint16_t infinity_bits, Round&& round) {
   for (std::uint32_t bits = 0; bits + 1 < infinity_bits; ++bits) {
@@ -48,7 +49,7 @@ void check_half_ways(std::uint16_t infinity_bits, Round&& round) {
     const auto upper = static_cast<std::uint16_t>(bits + 1);
     const float half_way = to_float(T{lower}) / 2 + to_float(T{upper}) / 2;
     const std::uint16_t sign = 0x8000;
-    // The smallest bfloat16 are half of each other in steps that float32 cannot halve again.
+    // A guard for half-way points that float32 cannot represent. It skips no pair of bfloat16 or float16.
     if (half_way == to_float(T{lower}) || half_way == to_float(T{upper})) continue;
     const std::uint16_t even = bits % 2 == 0 ? lower : upper;
     ASSERT_EQ(round(half_way).bits, even) << half_way;

@@ -4,17 +4,17 @@
 //   sin r = r + r^3 * s(r^2)            s of degree 2: relative error of the sine 9e-9
 //   cos r = 1 - r^2/2 + r^4 * c(r^2)    c of degree 2: relative error of the cosine 4e-10
 //
-// Both polynomials are minimax of that relative error over |r| <= 0.86 (Lawson's reweighted least squares on 3000
-// Chebyshev nodes in float64), rounded to float32 one coefficient after the other from the lowest, the rest fitted
-// again each time. Relative near their zeros too: what turns a product with a large number into a result of 16 bits
-// must not lose the small ones.
+// Both polynomials minimise the largest relative error over |r| <= 0.86 (Lawson's reweighted least squares on 3000
+// Chebyshev nodes in float64). The coefficients were rounded to float32 one after the other from the lowest, and the
+// rest fitted again each time. The error is relative near the zeros too, because a small sine times a large number must
+// still be right to 16 bits.
 #pragma once
 
 namespace eaves {
 
-/// Up to this size r is had by subtracting n times three floats that sum to pi/2 (W. Cody, W. Waite, "Software Manual
-/// for the Elementary Functions", 1980): with FMA the first difference is exact, and the others are rounded in
-/// proportion to what is left.
+/// Up to this |angle| the reduction subtracts n times three floats that sum to pi/2 (W. Cody, W. Waite, "Software
+/// Manual for the Elementary Functions", 1980). With FMA the first difference is exact, and the rounding errors of the
+/// other two are in proportion to the remainder.
 inline constexpr float kLargestReducedAngle = 0x1p21f;
 
 inline constexpr float kTwoOverPi = 0x1.45f306p-1f;

@@ -1,4 +1,5 @@
-// Hard targets, a class for each row, as the host reads them: whatever order a call walks its rows in.
+// Hard targets (one class per row), read on the host. A view may walk the rows in another order than the per-row
+// tensors, so each target comes with its row's number.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +11,10 @@ namespace eaves {
 
 struct RowTargets {
   TypedNumbers classes;  ///< int32 or int64
-  StridedLoop<2> rows;   ///< where a row's target lies, and the row's number in the order of the per-row tensors
+  StridedLoop<2> rows;   ///< offsets of a row's target, and of the row in a per-row tensor: its number
   std::int64_t row_count;
 
-  /// Of the tensors of a view, `targets` and one of the per-row tensors.
+  /// `targets` and `per_row` number two tensors of `view`: the targets, and any per-row tensor.
   template <typename View>
   RowTargets(const View& view, int targets, int per_row, const TypedNumbers& classes)
       : classes(classes), row_count(view.row_count) {
@@ -25,7 +26,7 @@ struct RowTargets {
     }
   }
 
-  /// Calls `body(index, target)` for every row; `index` counts them as the per-row tensors do.
+  /// Calls `body(index, target)` for every row; `index` is the row's number in the per-row tensors.
   template <typename Body>
   void for_each(Body&& body) const {
     const int inner = rows.rank - 1;

@@ -14,7 +14,8 @@ void append_axis(StridedLoop<kTensors>& loop, std::int64_t size, const std::int6
   ++loop.rank;
 }
 
-/// True when `outer` must be nested outside of `inner`: larger steps in the first tensor, then in the others.
+/// True if axis `outer` must be nested outside axis `inner`: its stride is larger in the first tensor that tells them
+/// apart.
 template <int kTensors>
 bool strides_larger(const StridedLoop<kTensors>& loop, int outer, int inner) {
   for (int t = 0; t < kTensors; ++t) {
@@ -31,8 +32,8 @@ void swap_axes(StridedLoop<kTensors>& loop, int a, int b) {
   for (int t = 0; t < kTensors; ++t) std::swap(loop.strides[t][a], loop.strides[t][b]);
 }
 
-/// Sorts the axes by the steps they take in memory (a sum does not care about the order of its terms, and every
-/// tensor is permuted alike) and merges neighbours that take equal steps.
+/// Sorts the axes by stride, and merges neighbours that are one axis in every tensor. Sorting changes no result: it
+/// permutes all tensors alike, and a sum may take its terms in any order.
 template <int kTensors>
 void simplify(StridedLoop<kTensors>& loop) {
   // Insertion sort: stable, at most 16 axes, usually in order already.
@@ -43,7 +44,7 @@ void simplify(StridedLoop<kTensors>& loop) {
   for (int axis = 1; axis < loop.rank; ++axis) {
     bool mergeable = true;
     for (int t = 0; t < kTensors; ++t) {
-      // In 128 bits: the strides of an empty tensor may be anything.
+      // 128 bits, because an empty tensor may have any strides.
       mergeable = mergeable && loop.strides[t][last] == static_cast<__int128>(loop.strides[t][axis]) * loop.sizes[axis];
     }
     if (mergeable) {
@@ -116,7 +117,7 @@ RowView<kColumnTensors, kTensors> make_row_view(const Dims& shape, const AxisSet
     std::int64_t row_strides[kTensors] = {};
     std::int64_t column_strides[kColumnTensors] = {};
     for (int t = 0; t < kTensors; ++t) {
-      // No element is ever read of an empty tensor, whose strides may be anything: offsets must not overflow.
+      // An empty tensor may have any strides. No element of it is read, and strides of 0 keep offsets from overflowing.
       row_strides[t] = is_empty && t < kColumnTensors ? 0 : strides[t][axis];
       if (t < kColumnTensors) column_strides[t] = row_strides[t];
     }

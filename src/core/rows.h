@@ -1,6 +1,6 @@
-// A tensor seen as rows: the axes that are reduced make up a row's columns, the axes that stay enumerate the rows.
-// Axes of size 1 disappear and neighbouring axes that lie behind each other in memory become one, so that kernels see
-// the fewest axes that describe the same addresses. Every row operator starts from a RowView.
+// A tensor seen as rows: the reduced axes are the columns of a row, and the other axes enumerate the rows. Axes of size
+// 1 disappear, and neighbouring axes without a gap between them in memory become one, so kernels see the fewest axes
+// that describe the same addresses. Every row operator starts from a RowView.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,8 @@
 
 namespace eaves {
 
-/// a / b for numbers that are not negative. A 64-bit division costs a GPU about ten 32-bit ones, and almost every
-/// tensor fits the short one.
+/// a / b for numbers that are not negative. A 64-bit division costs a GPU as much as about ten 32-bit divisions, and
+/// the sizes of almost every tensor fit into 32 bits.
 EAVES_HOST_DEVICE inline std::int64_t divide(std::int64_t a, std::int64_t b) {
   if (static_cast<std::uint64_t>(a | b) >> 32 == 0)
     return static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b);
@@ -33,11 +33,11 @@ struct StridedLoop {
     std::int64_t of[kTensors];
   };
 
-  /// Where iteration `index` of the flattened loops lies in each tensor, in elements.
+  /// The offset of iteration `index` of the flattened loops in each tensor, in elements.
   EAVES_HOST_DEVICE Offsets offsets(std::int64_t index) const {
     Offsets result{};
 #ifdef __CUDA_ARCH__
-#pragma unroll 1  // a division is long
+#pragma unroll 1  // a division takes many instructions
 #endif
     for (int axis = rank - 1; axis > 0; --axis) {
       const std::int64_t next = divide(index, sizes[axis]);
@@ -52,10 +52,10 @@ struct StridedLoop {
   }
 };
 
-/// A StridedLoop of few instructions, for fewer than 2^31 iterations.
+/// A StridedLoop that takes few instructions, for fewer than 2^31 iterations.
 template <int kTensors>
 struct ShortLoop {
-  static constexpr int kMostAxes = 4;  ///< after merging; more are rarely seen, and StridedLoop serves them
+  static constexpr int kMostAxes = 4;  ///< after merging; tensors with more axes are rare and take StridedLoop
 
   int rank = 0;
   std::uint32_t sizes[kMostAxes] = {};
@@ -66,7 +66,8 @@ struct ShortLoop {
   EAVES_HOST_DEVICE Offsets offsets(std::int64_t index) const {
     Offsets result{};
     auto left = static_cast<std::uint32_t>(index);
-    // Most tensors have one axis of rows here; unrolled, the rest would be most of a small kernel's instructions.
+    // Most tensors have one axis of rows, so this loop rarely runs. Unrolled, it would be most of a small kernel's
+    // instructions.
 #ifdef __CUDA_ARCH__
 #pragma unroll 1
 #endif
@@ -76,7 +77,7 @@ struct ShortLoop {
       for (int t = 0; t < kTensors; ++t) result.of[t] += coordinate * strides[t][axis];
       left = next;
     }
-    if (rank > 0) {  // without this, nvcc 13.0 computes it sooner than it is used, and kernels in place spill registers
+    if (rank > 0) {  // without the branch nvcc 13.0 computes this too early, and kernels in place spill registers
       for (int t = 0; t < kTensors; ++t) result.of[t] += left * strides[t][0];
     }
     return result;
@@ -89,8 +90,8 @@ enum class RowLayout {
   strided,     ///< anything else
 };
 
-/// How kTensors tensors that an operator walks together lie in memory. The first kColumnTensors have rows and columns:
-/// the input, its gradient (an operator that leaves one out makes it equal to the input). The others have one element
+/// The memory layout of the kTensors tensors that an operator walks together. The first kColumnTensors have rows and
+/// columns: the input and its gradient (an operator without one passes the input again). The others have one element
 /// per row.
 template <int kColumnTensors, int kTensors>
 struct RowView {
@@ -104,8 +105,8 @@ struct RowView {
   RowLayout layout = RowLayout::strided;
 };
 
-/// A RowView of the contiguous or transposed layout in little space. A kernel waits for its arguments at its start:
-/// they should be few cache lines.
+/// A RowView of the contiguous or transposed layout in little space. A kernel waits for its arguments when it starts,
+/// so they should fill few cache lines.
 template <int kColumnTensors, int kTensors>
 struct ShortRowView {
   using Long = RowView<kColumnTensors, kTensors>;
@@ -120,7 +121,7 @@ struct ShortRowView {
            view.row_count <= INT32_MAX;
   }
 
-  /// Of a view that fits.
+  /// Requires fits(view).
   explicit ShortRowView(const Long& view) : row_count(view.row_count), column_count(view.column_count) {
     rows.rank = view.rows.rank;
     for (int axis = 0; axis < view.rows.rank; ++axis) {
@@ -143,18 +144,18 @@ struct AxisSet {
 [[gnu::visibility("default")]]  // for the Python package
 Dims reduced_shape(const Dims& shape, const AxisSet& axes, bool keepdim);
 
-/// Row-major, without gaps.
+/// The strides of a row-major tensor without gaps.
 Dims contiguous_strides(const Dims& shape);
 
-/// Those of one element that stands for all.
+/// The strides of a tensor that repeats one element: 0 for every axis.
 Dims zero_strides(int rank);
 
-/// Strides of a reduced tensor, spread over the axes of the tensor before the reduction (there are `rank`); those of
-/// the removed axes are 0.
+/// The strides of a reduced tensor over the `rank` axes of the tensor before the reduction. A removed axis has stride
+/// 0.
 Dims spread_strides(const Dims& reduced_strides, int rank, const AxisSet& axes, bool keepdim);
 
-/// `axes` make up the columns. strides[t] are those of tensor t over all axes; of a per-row tensor the entries of
-/// `axes` are not read. Instantiated for the operators' views in rows.cpp.
+/// `axes` are the columns. strides[t] has the strides of tensor t over all axes; the entries for `axes` of a per-row
+/// tensor are ignored. rows.cpp instantiates it for the operators' views.
 template <int kColumnTensors, int kTensors>
 RowView<kColumnTensors, kTensors> make_row_view(const Dims& shape, const AxisSet& axes,
                                                 const std::array<Dims, kTensors>& strides);

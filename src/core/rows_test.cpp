@@ -1,4 +1,4 @@
-// Rows in few instructions are the rows of the whole view.
+// Tests that ShortRowView finds the same rows as RowView.
 #include "core/rows.h"
 
 #include <gtest/gtest.h>
@@ -6,7 +6,7 @@
 namespace eaves::testing {
 namespace {
 
-/// Strides of a part of a tensor whose axes are one longer than `shape` says, so that no axes merge.
+/// Strides of a slice of a tensor that is longer than `shape` by 1 along each axis, so that no axes merge.
 Dims strides_of_part(const Dims& shape) {
   Dims strides = shape;
   std::int64_t stride = 1;
@@ -39,7 +39,7 @@ TEST(ShortRowView, FindsRowsWhereTheWholeViewDoes) {
 }
 
 TEST(ShortRowView, FindsTheLastOfAlmost2To31Rows) {
-  const std::int64_t sizes[] = {3, 715827882};  // of 2^31 - 2 rows
+  const std::int64_t sizes[] = {3, 715827882};  // 2^31 - 2 rows
   AxisSet axes;
   axes.contains[2] = true;
   const Dims shape{sizes[0], sizes[1], 7};

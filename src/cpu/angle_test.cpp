@@ -1,4 +1,4 @@
-// Sines and cosines at every level of vector instructions that this machine has, against the C++ library's in float64.
+// Tests sines and cosines at every level of vector instructions of this machine against the C++ library in float64.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/angle_test.cpp"
 #include <hwy/foreach_target.h>  // first: compiles this file once per level of vector instructions
@@ -46,7 +46,7 @@ HWY_EXPORT(cosine_float32);
 HWY_EXPORT(sine_float64);
 HWY_EXPORT(cosine_float64);
 
-/// Every test runs once for each level.
+/// Each test runs once per level.
 class Angle : public ::testing::TestWithParam<std::int64_t> {
  protected:
   void SetUp() override { hwy::SetSupportedTargetsForTest(GetParam()); }
@@ -72,7 +72,7 @@ Worst worst_error(const std::vector<float>& angles, const std::vector<float>& ac
   return worst;
 }
 
-/// Both functions, relative to the size of each result.
+/// Bounds the relative error of both functions.
 void expect_error(const std::vector<float>& angles, double bound) {
   std::vector<float> actual(angles.size());
   HWY_DYNAMIC_DISPATCH(sine_float32)(angles.data(), actual.data(), angles.size());
@@ -94,7 +94,7 @@ TEST_P(Angle, SineAndCosineAreGoodToTheLastPlaces) {
   expect_error(angles, 1.6e-7);
 }
 
-/// The zeros of both are where a reduction loses its digits: the floats on both sides of all of them.
+/// A reduction loses digits near the zeros of sine and cosine: this tests the floats on both sides of every zero.
 TEST_P(Angle, NoZeroIsTooNear) {
   std::vector<float> angles;
   for (int n = 1; n * (std::numbers::pi / 2) < 0x1p21; ++n) {
@@ -129,7 +129,7 @@ TEST_P(Angle, TheEdgesAreExact) {
   for (const std::size_t i : {2u, 3u, 4u}) EXPECT_TRUE(std::isnan(actual[i])) << actual[i];
 }
 
-/// A row of a tensor must not depend on which others are computed with it.
+/// The result of a row must not depend on the rows that are computed with it.
 TEST_P(Angle, ALaneDoesNotDependOnItsNeighbours) {
   std::vector<float> angles;
   for (int i = 0; i < 300; ++i) angles.push_back(static_cast<float>(i * i) * 0.37f);

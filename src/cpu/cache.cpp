@@ -1,4 +1,4 @@
-// The last cache's size, asked once: the first answer of the C library, the kernel and a guess.
+// Finds the size of the last-level cache, once: from the C library, else from the kernel, else by a guess.
 #include "cpu/cache.h"
 
 #include <unistd.h>
@@ -12,10 +12,10 @@ std::size_t find_last_cache_bytes() {
 #ifdef _SC_LEVEL3_CACHE_SIZE
   if (const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE); bytes > 0) return static_cast<std::size_t>(bytes);
 #endif
-  // Arm machines answer only here, in KiB: "32768K".
+  // Arm machines report the size only here, in KiB: "32768K".
   std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index3/size");
   if (std::size_t kib = 0; file >> kib && kib > 0) return kib * 1024;
-  return std::size_t{32} << 20;  // a guess on the large side: a benchmark's "too cold" is right, "too warm" is wrong
+  return std::size_t{32} << 20;  // a large guess: a benchmark that believed in a smaller cache would measure it warm
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// Rows that lie side by side (RowLayout::transposed): vectors reach across neighbouring rows and walk down their
-// columns, so that a line of memory is used whole without a transposed copy. Each lane has an anchor of its own, which
-// rises a few columns at a time. Compiled once per level of vector instructions, like simd.h.
+// Reductions of rows that lie side by side (RowLayout::transposed). A vector spans neighbouring rows and walks along
+// their columns, which uses whole cache lines without a transposed copy. Each lane has its own anchor, which rises at
+// most once every few columns. Compiled once per level of vector instructions, like simd.h.
 #include <algorithm>
 #include <cstdint>
 
@@ -21,15 +21,15 @@ HWY_BEFORE_NAMESPACE();
 namespace eaves::cpu {
 namespace HWY_NAMESPACE {
 
-/// Rows that lie side by side, in tiles: so many that a line of memory is used whole, and of a reduction, which reads a
-/// few columns twice, no more than fit L1.
+/// Tiles of rows that lie side by side. A tile has enough rows to use whole cache lines. A reduction reads a few
+/// columns twice, so its tiles have no more rows than fit L1.
 template <typename T>
 struct Tiles {
   static constexpr std::int64_t kWidth = 512;
   static constexpr std::int64_t kMostWidth = 8192 / sizeof(Accumulator<T>);
   std::int64_t inner;    ///< rows side by side
-  std::int64_t most;     ///< rows of a tile; the last one of a run has fewer
-  std::int64_t per_run;  ///< tiles that cover them
+  std::int64_t most;     ///< rows of a tile; the last tile of a run may have fewer
+  std::int64_t per_run;  ///< tiles that cover the `inner` rows
   std::int64_t count;
 
   template <typename View>
@@ -39,9 +39,9 @@ struct Tiles {
         per_run(ceil_divide(inner, most)),
         count(view.row_count / inner * per_run) {}
 
-  /// Of a map, which reads each column once: wide ones, whose runs of memory are long, where these are enough for many
-  /// threads. (Gradient of logsumexp, [8192, 1024] bfloat16 over axis 0, 2 threads of an AMD EPYC: tiles of 512 rows
-  /// 2.8 ms, of all 1024 1.3 ms.)
+  /// The tiles of a map, which reads each column once. Wide tiles have long runs of memory; they are used if they are
+  /// enough for many threads. (Gradient of logsumexp, [8192, 1024] bfloat16 over axis 0, 2 threads of an AMD EPYC:
+  /// tiles of 512 rows 2.8 ms, of all 1024 rows 1.3 ms.)
   template <typename View>
   static Tiles of_map(const View& view) {
     constexpr std::int64_t kEnoughTasks = 64;
@@ -53,7 +53,7 @@ struct Tiles {
   std::int64_t first_row(std::int64_t tile) const { return tile / per_run * inner + tile % per_run * most; }
   std::int64_t width(std::int64_t tile) const { return std::min(most, inner - tile % per_run * most); }
 
-  /// Vectors across fewer rows than this would be mostly empty.
+  /// False for too few rows: vectors across them would be mostly empty.
   template <int kColumnTensors, int kTensors>
   static bool fit(const RowView<kColumnTensors, kTensors>& view) {
     return view.layout == RowLayout::transposed &&
@@ -61,7 +61,7 @@ struct Tiles {
   }
 };
 
-/// The element that lane `i` of a tile, counted over all its packs, has in memory.
+/// The index in memory of lane `i` of a tile; lanes count over all of its packs.
 template <typename T>
 std::int64_t element_of(std::int64_t i) {
   const auto pack = static_cast<std::int64_t>(pack_size<T>());
@@ -70,14 +70,15 @@ std::int64_t element_of(std::int64_t i) {
                                                                         static_cast<std::size_t>(i % lanes)));
 }
 
-/// One vector of rows over a few columns: the anchor, by how much the sum so far has to be scaled, and the new terms.
+/// A vector of rows after a few more columns: the new anchor, and the factor that scales the sum so far.
 template <typename T>
 struct LaneUpdate {
   VectorOf<T> anchor, scale;
 };
 
-/// The anchor rises only where the maximum of the new elements is well above it: each rise rounds the sum once more.
-/// kSoftmaxSlack would be allowed, but exp_term() rounds its exponent: the larger it is, the less exact the term.
+/// The anchor rises only if the maximum of the new elements exceeds it by more than this, because each rise rounds the
+/// sum once more. kSoftmaxSlack would be allowed, but exp_term() rounds its exponent, and a larger exponent makes a
+/// less exact term.
 inline constexpr float kTileSlack = 4.0f;
 static_assert(kTileSlack <= kSoftmaxSlack);
 
@@ -99,7 +100,7 @@ HWY_INLINE VectorOf<T> finite_or_zero(VectorOf<T> anchor) {
   return hn::IfThenElseZero(hn::Eq(difference, hn::Zero(d)), anchor);
 }
 
-/// The states of `width` rows side by side over `columns` columns, `stride` apart.
+/// Reduces `width` rows side by side over `columns` columns, which are `stride` apart, to their states.
 template <typename T>
 void reduce_tile(const T* x, std::int64_t stride, std::int64_t columns, std::int64_t width, RowState* states) {
   using A = Accumulator<T>;

@@ -1,6 +1,6 @@
-// Rows whose columns have any strides, or a type without vectors: copied block by block into contiguous accumulators,
-// so that such a row runs through the same loops as a contiguous one, and back. Compiled once per level of vector
-// instructions, like simd.h.
+// Copies a row with any column strides, or of a type without vectors, block by block into contiguous accumulators, and
+// back. Such a row then takes the same loops as a contiguous one. Compiled once per level of vector instructions, like
+// simd.h.
 #include <algorithm>
 #include <cstdint>
 
@@ -19,8 +19,8 @@ HWY_BEFORE_NAMESPACE();
 namespace eaves::cpu {
 namespace HWY_NAMESPACE {
 
-/// Calls body(done, n, offset, stride) for the stretches of columns [begin, begin + count) that have one stride in
-/// tensor number `tensor`: `n` elements from `offset` on.
+/// Divides columns [begin, begin + count) into runs of one stride in tensor number `tensor`, and calls
+/// body(done, n, offset, stride) for each: `n` elements from `offset` on, behind the `done` elements of earlier runs.
 template <int kTensors, typename Body>
 void for_each_run(const StridedLoop<kTensors>& columns, int tensor, std::int64_t begin, std::int64_t count,
                   Body&& body) {
@@ -35,7 +35,7 @@ void for_each_run(const StridedLoop<kTensors>& columns, int tensor, std::int64_t
   }
 }
 
-/// Columns [begin, begin + count) of a row into contiguous memory.
+/// Copies columns [begin, begin + count) of a row into contiguous memory.
 template <typename T, typename A, int kTensors>
 void gather(const T* row, const StridedLoop<kTensors>& columns, int tensor, std::int64_t begin, std::int64_t count,
             A* to) {
@@ -48,7 +48,7 @@ void gather(const T* row, const StridedLoop<kTensors>& columns, int tensor, std:
                });
 }
 
-/// The way back: rounds the elements of columns [begin, begin + count) and puts them where they belong.
+/// The inverse of gather(): rounds the elements of columns [begin, begin + count) and writes them to their row.
 template <typename T, int kTensors>
 void scatter(const Accumulator<T>* elements, const StridedLoop<kTensors>& columns, int tensor, std::int64_t begin,
              std::int64_t count, T* row) {
@@ -59,7 +59,7 @@ void scatter(const Accumulator<T>* elements, const StridedLoop<kTensors>& column
                });
 }
 
-/// gather() into a block of its own, as what loops over blocks read from.
+/// The source of a loop over blocks: gathers each block into its own buffer.
 template <typename T, int kTensors>
 class Gather {
  public:

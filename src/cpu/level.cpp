@@ -1,5 +1,5 @@
-// The smallest file that is compiled once per level of vector instructions: each copy knows its own name, and the call
-// goes to the copy that an operator's call would go to.
+// The smallest file that is compiled once per level of vector instructions. Each copy knows the name of its level, and
+// a call reaches the level that an operator's call would reach.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/level.cpp"
 #include <hwy/foreach_target.h>  // first: compiles this file once per level of vector instructions

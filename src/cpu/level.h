@@ -1,9 +1,9 @@
-// Which vector instructions this machine gets: every file that is compiled once per level chooses the same one.
+// The level of vector instructions on this machine. Every file that is compiled once per level chooses the same level.
 #pragma once
 
 namespace eaves::cpu {
 
-/// Highway's name of the vector instructions chosen on this machine: "AVX3".
+/// Highway's name of that level: "AVX3".
 const char* level_name();
 
 }  // namespace eaves::cpu

@@ -16,17 +16,17 @@ namespace eaves::cpu {
 
 namespace {
 
-// As its C interface declares them; a status of 0 is success. Sizes and strides are dnnl_dim_t.
+// Declarations of oneDNN's C interface. Sizes and strides are dnnl_dim_t; a status of 0 is success.
 using Sgemm = int(char, char, std::int64_t, std::int64_t, std::int64_t, float, const float*, std::int64_t, const float*,
                   std::int64_t, float, float*, std::int64_t);
 using Bfloat16Gemm = int(char, char, std::int64_t, std::int64_t, std::int64_t, float, const std::uint16_t*,
                          std::int64_t, const std::uint16_t*, std::int64_t, float, float*, std::int64_t);
-struct Version {  // the head of dnnl_version_t, which only grows
+struct Version {  // the first members of dnnl_version_t; newer versions only append others
   int major, minor, patch;
 };
 using GetVersion = const Version*();
 
-/// How a thread tells an OpenMP runtime how many threads its next parallel region has.
+/// The functions of an OpenMP runtime that read and set the number of threads of this thread's next parallel region.
 struct ThreadLimit {
   int (*get)() = nullptr;
   void (*set)(int) = nullptr;
@@ -42,12 +42,13 @@ ThreadLimit thread_limit_in(void* library) {
   return limit.get != nullptr && limit.set != nullptr ? limit : ThreadLimit{};
 }
 
-/// Products of one thread each. The runtime that the library was linked with answers to its handle; where another one
-/// was loaded for all to see before (PyTorch brings its own), the library's calls go to that.
+/// oneDNN's products on one thread. The library's handle finds the OpenMP runtime that it was linked with. If another
+/// runtime was loaded globally before (PyTorch brings its own), the library calls that one instead. So the limit of one
+/// thread is set in both.
 class Library {
  public:
   Library() {
-    // By its whole path first: a name alone may be a library of another package, with threads that are not OpenMP's.
+    // Try the full path first: a bare name may find the library of another package, with other threads than OpenMP's.
     Dl_info here{};
     if (dladdr(reinterpret_cast<const void*>(&onednn_version), &here) != 0 && here.dli_fname != nullptr) {
       const std::string file = here.dli_fname;
@@ -80,7 +81,7 @@ class Library {
  private:
   using Limits = std::array<ThreadLimit, 2>;
 
-  /// While it lives, parallel regions that this thread opens are its own alone.
+  /// During its lifetime this thread's parallel regions have one thread.
   class OneThread {
    public:
     explicit OneThread(const Limits& limits) : limits_(limits) {
@@ -103,7 +104,7 @@ class Library {
     std::array<int, 2> before_{};
   };
 
-  // A library with threads that are not OpenMP's could not be kept to one, and is left alone.
+  // Refuses a library with other threads than OpenMP's, because nothing could limit it to one.
   bool open(const char* name) {
     void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) return false;
@@ -124,7 +125,7 @@ class Library {
     return true;
   }
 
-  /// The library alone knows which instructions its products need.
+  /// Tries a product of two numbers, because only the library knows which instructions it needs.
   bool can_multiply(DType dtype) const {
     const float one = 1.0f;
     const std::uint16_t one_in_bfloat16 = 0x3f80;
@@ -141,7 +142,7 @@ class Library {
   bool has_bfloat16_ = false;
 };
 
-// Never closed: its threads' memory outlives any call.
+// Never closed, because the memory of its threads outlives any call.
 const Library& library() {
   static const auto* const kLibrary = new Library;
   return *kLibrary;

@@ -1,5 +1,5 @@
-// oneDNN's matrix products on one thread, from its shared library where there is one: it is loaded at the first call,
-// from the folder of the PyTorch extension (the wheel brings one) or from the system, and never linked.
+// oneDNN's matrix products on one thread. The first call loads oneDNN's shared library, if there is one, from the
+// folder of the PyTorch extension (the wheel contains it) or from the system. eaves never links it.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace eaves::cpu {
 
-/// The library's version, "2.6.3"; empty where there is none.
+/// The library's version, "2.6.3"; empty without the library.
 const std::string& onednn_version();
 
-/// Can it multiply factors of this type here? float32 and, with AVX-512 or better, bfloat16.
+/// True if oneDNN can multiply factors of this type on this machine: float32 and, with AVX-512 or better, bfloat16.
 bool has_onednn_gemm(DType dtype);
 
-/// c[i * c_stride + j] = the sum over p of a[i, p] * b[p, j], summed in float32 on this thread alone. False where the
-/// library refuses; then nothing is written.
+/// c[i * c_stride + j] = sum over p of a[i, p] * b[p, j], in float32 on this thread alone. Returns false, and writes
+/// nothing, if the library refuses.
 bool onednn_gemm(DType dtype, std::int64_t m, std::int64_t n, std::int64_t k, const GemmMatrix& a, const GemmMatrix& b,
                  float* c, std::int64_t c_stride);
 

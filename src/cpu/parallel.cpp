@@ -8,9 +8,9 @@
 #include <thread>
 #endif
 
-// libgomp synchronises its threads by means that the thread sanitizer does not see. The two edges that a parallel
-// region has (what was before it happens before every piece, every piece happens before what is after it) are told to
-// the sanitizer here, so that it stays silent about them and still finds a race between two pieces.
+// The thread sanitizer does not see how libgomp synchronises its threads. These macros tell it the two orders of a
+// parallel region: code before the region happens before every piece, and every piece happens before code after the
+// region. Then it reports no false race, and still finds a race between two pieces.
 #if defined(__SANITIZE_THREAD__)
 extern "C" {
 void __tsan_acquire(void* address);
@@ -26,14 +26,14 @@ void __tsan_release(void* address);
 namespace eaves::cpu {
 namespace {
 
-/// The loop cut into `pieces` ranges of nearly equal length.
+/// A loop divided into `pieces` ranges of nearly equal length.
 struct Pieces {
   std::int64_t count;
   std::int64_t pieces;
   ParallelFor::Body body;
   void* body_data;
 
-  // The first count % pieces ranges are one longer; written so that nothing overflows near 2^63.
+  // The first count % pieces ranges are longer by one. This form does not overflow for a count near 2^63.
   std::int64_t begin_of(std::int64_t piece) const { return count / pieces * piece + std::min(piece, count % pieces); }
   void run(std::int64_t first, std::int64_t last) const {
     for (std::int64_t piece = first; piece < last; ++piece) body(body_data, begin_of(piece), begin_of(piece + 1));
@@ -42,9 +42,9 @@ struct Pieces {
 
 #ifdef _OPENMP
 
-// Handed out one by one: a thread that the system takes away must not hold up a whole share of the work. The function
-// is small and outside of the sanitizer's view because OpenMP's own reads of what it shares would look like races;
-// GCC copies the attribute to the function that it makes of the region.
+// Threads take the pieces one by one, so that a preempted thread does not hold up a whole share of the work. The
+// sanitizer skips this small function, because OpenMP's own reads of the shared variables would look like races; GCC
+// copies the attribute to the function that it makes of the region.
 __attribute__((no_sanitize("thread"), noinline)) void run_on_openmp(const Pieces& work, int threads) {
   char before = 0;
   char after = 0;
@@ -58,7 +58,7 @@ __attribute__((no_sanitize("thread"), noinline)) void run_on_openmp(const Pieces
   EAVES_TSAN_ACQUIRE(&after);
 }
 
-#else  // a build whose callers all bring a pool (the PyTorch extension): without one, a call stays on its thread
+#else  // a build for callers with a pool (the PyTorch extension): a call without one stays on its thread
 
 void run_on_openmp(const Pieces& work, int /*threads*/) { work.run(0, work.pieces); }
 
@@ -78,7 +78,7 @@ namespace internal {
 
 void parallel_for(const ExecutionContext& context, std::int64_t count, std::int64_t grain, ParallelFor::Body body,
                   void* body_data) {
-  constexpr std::int64_t kPiecesPerThread = 4;  // evens out what interruptions and uneven rows cost
+  constexpr std::int64_t kPiecesPerThread = 4;  // evens out interruptions and uneven rows
   constexpr std::int64_t kPiecesForPool = 64;
   const std::int64_t most_pieces = std::max<std::int64_t>(1, count / std::max<std::int64_t>(1, grain));
   Pieces work{count, 1, body, body_data};

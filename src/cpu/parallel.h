@@ -1,6 +1,6 @@
-// Loops over independent pieces of work, on OpenMP's threads or on the caller's pool. Which thread runs which piece,
-// and how many pieces there are, never changes what is computed for an index: an operator whose result would depend on
-// the split (the sum of one long row) cuts its work by the shape alone and merges in a fixed order.
+// Loops over independent pieces of work, on OpenMP's threads or on the caller's pool. The number of pieces and the
+// choice of threads never change the result of an index. If a result depends on the division (the sum of one long row),
+// the operator divides its work by the shape alone and merges in a fixed order.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace eaves::cpu {
 
-/// How many threads a call without a limit of its own uses: OpenMP's choice.
+/// The number of threads of a call that sets no limit: OpenMP's choice.
 int default_threads();
 
 namespace internal {
@@ -19,9 +19,9 @@ void parallel_for(const ExecutionContext& context, std::int64_t count, std::int6
                   void* body_data);
 }  // namespace internal
 
-/// Calls `body(begin, end)` for disjoint ranges that cover [0, count), each of at least `grain` indices where there
-/// are that many. A range per call is all that a body may rely on: there may be one, or one per index. With no more
-/// than `grain` indices, or one thread, it is a plain call on this thread. `body` must not throw.
+/// Calls `body(begin, end)` for disjoint ranges that cover [0, count), each of at least `grain` indices if there are
+/// that many. A body must not rely on the number of ranges: there may be one, or one per index. With at most `grain`
+/// indices, or one thread, it is a plain call on this thread. `body` must not throw.
 template <typename Body>
 void parallel_for(const ExecutionContext& context, std::int64_t count, std::int64_t grain, Body&& body) {
   using Callable = std::remove_reference_t<Body>;
@@ -35,14 +35,14 @@ void parallel_for(const ExecutionContext& context, std::int64_t count, std::int6
       const_cast<void*>(static_cast<const void*>(std::addressof(body))));
 }
 
-/// The grain for a loop of which each index costs about `elements` element operations. Waking a thread costs about as
-/// much as 16384 exponentials (3 us on a Zen 4), so a piece must not be smaller than that.
+/// The grain of a loop with about `elements` element operations per index. Waking a thread costs about as much as 16384
+/// exponentials (3 us on a Zen 4), so no piece should be smaller.
 inline std::int64_t grain_for(std::int64_t elements) {
   constexpr std::int64_t kElementsPerPiece = 16384;
   return elements >= kElementsPerPiece ? 1 : kElementsPerPiece / (elements < 1 ? 1 : elements);
 }
 
-/// The same where each index costs about so many multiplications and additions.
+/// The grain of a loop with about `products` multiplications and additions per index.
 inline std::int64_t grain_for_products(std::int64_t products) {
   constexpr std::int64_t kProductsPerExponential = 16;
   return grain_for(products / kProductsPerExponential);

@@ -1,4 +1,4 @@
-// parallel_for reaches every index exactly once, with any provider of threads.
+// Tests that parallel_for reaches every index exactly once, with any provider of threads.
 #include "cpu/parallel.h"
 
 #include <gtest/gtest.h>
@@ -11,7 +11,6 @@
 namespace eaves::cpu {
 namespace {
 
-/// How often each index was visited.
 void expect_each_index_once(const ExecutionContext& context, std::int64_t count, std::int64_t grain) {
   const auto visits = std::make_unique<std::atomic<int>[]>(static_cast<std::size_t>(count));
   parallel_for(context, count, grain, [&](std::int64_t begin, std::int64_t end) {
@@ -28,7 +27,7 @@ void check_many_sizes(const ExecutionContext& context) {
   }
 }
 
-/// A pool that cuts the pieces that it is given once more, and runs every range on a thread of its own.
+/// A pool that runs each range of up to five pieces on its own thread.
 struct ThreadPerRange {
   std::int64_t pieces_asked_for = 0;
   static void run(void* self, std::int64_t count, ParallelFor::Body body, void* body_data) {
@@ -91,7 +90,7 @@ TEST(ParallelFor, WorksFromSeveralThreadsAtOnce) {
 }
 
 TEST(ParallelFor, WhatWasWrittenInsideIsSeenOutside) {
-  // Plain memory on purpose: the thread sanitizer checks here that it is told what a parallel region orders.
+  // Plain memory on purpose: the thread sanitizer reports a race unless parallel_for tells it the order of a region.
   std::vector<int> values(100000, 1);
   for (int round = 0; round < 10; ++round) {
     parallel_for({.threads = 4}, static_cast<std::int64_t>(values.size()), 1000,

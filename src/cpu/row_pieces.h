@@ -1,6 +1,6 @@
-// How the work of a row operator is shared: groups of rows that are reduced together (one row, or a tile of rows side
-// by side), and where there are few of them, pieces of their columns. The cut comes from the shape alone, never from
-// the number of threads, and pieces are merged in order, so a result does not depend on the threads.
+// The division of a row operator's work: into groups of rows that are reduced together (one row, or a tile of rows side
+// by side) and, if there are few groups, into pieces of their columns. It depends on the shape alone, never on the
+// number of threads, and pieces are merged in order, so results do not depend on the threads.
 #pragma once
 
 #include <algorithm>
@@ -21,28 +21,28 @@ struct ColumnPiece {
   std::int64_t end;
 };
 
-/// How the columns of each group are cut. More pieces than one only where there are few groups, and never with
-/// EAVES_BATCH_INVARIANT=1.
+/// The division of each group's columns into pieces. There are several pieces only if there are few groups, and never
+/// with EAVES_BATCH_INVARIANT=1.
 struct ColumnPieces {
   static constexpr std::int64_t kMaxTasks = 256;  // two for each thread of a large machine
 
   std::int64_t columns;
   std::int64_t groups;
   std::int64_t width;  ///< the most rows of a group
-  std::int64_t size;   ///< columns of a piece; the last one has fewer
+  std::int64_t size;   ///< columns of a piece; the last piece may have fewer
   std::int64_t count;  ///< pieces of each group
 
   ColumnPieces(std::int64_t columns, std::int64_t groups, std::int64_t width)
       : columns(columns), groups(groups), width(width), size(columns), count(1) {
     constexpr std::int64_t kSmallestPiece = 32768;  // elements; 5 us of work
-    constexpr std::int64_t kMultiple = 64;          // pieces begin on a cache line where the row does
+    constexpr std::int64_t kMultiple = 64;          // pieces begin on a cache line if the row does
     const std::int64_t wanted = std::min(kMaxTasks / groups, columns * width / kSmallestPiece);
     if (wanted < 2 || is_batch_invariant()) return;
-    // Rounded up, so that there are never more than wanted.
+    // Rounded up, so that there are at most `wanted` pieces.
     size = ceil_divide(ceil_divide(columns, wanted), kMultiple) * kMultiple;
     count = ceil_divide(columns, size);
   }
-  /// A piece is a whole row.
+  /// One piece for each row.
   static ColumnPieces of_whole_rows(std::int64_t columns, std::int64_t rows) {
     ColumnPieces pieces(columns, rows, 1);
     pieces.size = columns;
@@ -57,8 +57,8 @@ struct ColumnPieces {
   }
 };
 
-/// Reduces every group to `pieces.width` states, at most kMaxWidth: `reduce(piece, states)` those of one piece,
-/// `store(group, states)` takes what they merge to.
+/// Reduces every group to `pieces.width` states, at most kMaxWidth. `reduce(piece, states)` computes the states of one
+/// piece; `store(group, states)` takes the merged states of a group.
 template <typename State, std::int64_t kMaxWidth, typename Reduce, typename Store>
 void reduce_pieces(const ColumnPieces& pieces, const ExecutionContext& context, Reduce&& reduce, Store&& store) {
   if (pieces.count == 1) {
@@ -71,7 +71,7 @@ void reduce_pieces(const ColumnPieces& pieces, const ExecutionContext& context, 
     });
     return;
   }
-  // Few groups and long columns: at most kMaxTasks times the width, 2 MiB for tiles of 512 rows.
+  // At most kMaxTasks * width states: 2 MiB for tiles of 512 rows.
   std::vector<State> states(static_cast<std::size_t>(pieces.tasks() * pieces.width));
   const auto states_of = [&](std::int64_t task) { return states.data() + task * pieces.width; };
   parallel_for(context, pieces.tasks(), 1, [&](std::int64_t begin, std::int64_t end) {

@@ -1,6 +1,6 @@
-// Every row of a tensor: reduced to the statistics of its softmax, and mapped to a multiple of that softmax, as a
-// gradient needs it. The loops over rows, tiles of rows and pieces of their columns that operators share, for any
-// layout; what is read and written for a row besides is theirs. Compiled once per level of vector instructions, like
+// The loops over rows, tiles of rows and pieces of their columns that operators share, for any layout. They reduce each
+// row to the statistics of its softmax, or map it to a multiple of that softmax, as a gradient needs it. Operators
+// supply the code that reads and writes other data of a row. Compiled once per level of vector instructions, like
 // simd.h.
 #include <hwy/cache_control.h>
 
@@ -27,7 +27,7 @@ HWY_BEFORE_NAMESPACE();
 namespace eaves::cpu {
 namespace HWY_NAMESPACE {
 
-/// One of a view's tensors that have columns: its memory and its number.
+/// A tensor with columns: its memory, and its number in the view.
 template <typename T>
 struct ColumnTensor {
   T* data;
@@ -51,7 +51,7 @@ RowState reduce_piece(const View& view, ColumnTensor<const T> x, const ColumnPie
   return reduce_columns<Accumulator<T>>(piece.begin, piece.end, gather);
 }
 
-/// The states of the rows of a tile, over a piece of their columns.
+/// Reduces the rows of a tile over one piece of their columns.
 template <typename T, typename View>
 void reduce_tile_piece(const View& view, ColumnTensor<const T> x, const Tiles<T>& tiles, const ColumnPiece& piece,
                        RowState* states) {
@@ -60,8 +60,8 @@ void reduce_tile_piece(const View& view, ColumnTensor<const T> x, const Tiles<T>
   reduce_tile(first, stride, piece.end - piece.begin, tiles.width(piece.group), states);
 }
 
-/// Calls `store(first_row, count, states)` for rows behind each other, at most as many as a tile has, until all rows
-/// are stored; from many threads.
+/// Reduces all rows. Calls `store(first_row, count, states)` from many threads for consecutive rows, at most as many as
+/// a tile has.
 template <typename T, typename View, typename Store>
 void reduce_softmax(const View& view, ColumnTensor<const T> x, const ExecutionContext& context, Store&& store) {
   if (Tiles<T>::fit(view)) {
@@ -88,7 +88,7 @@ void reduce_softmax(const View& view, ColumnTensor<const T> x, const ExecutionCo
   });
 }
 
-/// `store(row, state)` as reduce_softmax() takes it.
+/// Makes a `store` for reduce_softmax() from `store(row, state)`.
 template <typename Store>
 auto row_by_row(Store store) {
   return [store](std::int64_t first_row, std::int64_t count, const RowState* states) {
@@ -98,18 +98,18 @@ auto row_by_row(Store store) {
 
 // ------------------------------------------------------------------------------------------------------------- maps
 
-/// What a row becomes: scale * exp(x - lse).
+/// The map of a row x to scale * exp(x - lse).
 template <typename A>
 struct ScaledSoftmax {
   A lse;
   A scale;
-  bool is_zero = false;        ///< 0 everywhere instead; x is not read
-  std::int64_t replaced = -1;  ///< a column that becomes `value` instead; outside of the columns written: none
+  bool is_zero = false;        ///< the row becomes 0, and x is not read
+  std::int64_t replaced = -1;  ///< this column becomes `value`; ignored outside of the written columns
   A value = A(0);
 };
 
-/// Whether the rows of a tensor are better written past the caches: it is too large for them, and no row is so short
-/// that its ends, which are stored the ordinary way, would be most of it.
+/// True if stores should bypass the caches: the tensor is too large for them, and the ends of a row, which take
+/// ordinary stores, are a small part of it.
 template <typename T, typename View>
 bool is_written_past_caches(const View& view) {
   constexpr std::int64_t kLongEnough = 1024 / sizeof(T);
@@ -117,7 +117,7 @@ bool is_written_past_caches(const View& view) {
   return view.layout == RowLayout::contiguous && is_beyond_caches(bytes) && view.column_count >= kLongEnough;
 }
 
-/// `count` contiguous elements; the replaced one is the caller's. `to` may begin where `x` does, also where R is
+/// Maps `count` contiguous elements; the caller writes the replaced one. `to` may begin at `x`, also for an R that is
 /// narrower than T.
 template <bool kNonTemporal, typename T, typename R>
 void write_contiguous_softmax(const T* x, R* to, std::int64_t count, const ScaledSoftmax<Accumulator<R>>& softmax) {
@@ -154,8 +154,7 @@ void write_softmax_piece(const View& view, ColumnTensor<const T> x, ColumnTensor
   }
 }
 
-/// A piece of the columns of a tile of rows. `softmax_of(row, piece)` is called for each row before anything is
-/// written.
+/// Maps a piece of the columns of a tile. Calls `softmax_of(row, piece)` for each row before it writes anything.
 template <typename T, typename View, typename SoftmaxOf>
 void write_softmax_tile(const View& view, ColumnTensor<const T> x, ColumnTensor<T> to, const Tiles<T>& tiles,
                         const ColumnPiece& piece, SoftmaxOf&& softmax_of) {
@@ -166,7 +165,7 @@ void write_softmax_tile(const View& view, ColumnTensor<const T> x, ColumnTensor<
   const auto lanes = hn::Lanes(d);
   HWY_ALIGN A lse[Tiles<T>::kMostWidth];
   HWY_ALIGN A scale[Tiles<T>::kMostWidth];
-  HWY_ALIGN A kept[Tiles<T>::kMostWidth];  // 0 where the row is zero
+  HWY_ALIGN A kept[Tiles<T>::kMostWidth];  // 0 for a row with is_zero
   A value[Tiles<T>::kMostWidth];
   std::int64_t replaced[Tiles<T>::kMostWidth];
 
@@ -174,7 +173,7 @@ void write_softmax_tile(const View& view, ColumnTensor<const T> x, ColumnTensor<
   const std::int64_t width = tiles.width(piece.group);
   bool has_zeros = false;
   for (std::int64_t i = 0; i < ceil_divide(width, pack) * pack; ++i) {
-    const std::int64_t row = std::min(element_of<T>(i), width - 1);  // lanes beyond the tile: any row of it
+    const std::int64_t row = std::min(element_of<T>(i), width - 1);  // lanes beyond the tile repeat its last row
     const Softmax softmax = softmax_of(first_row + row, piece);
     lse[i] = softmax.lse;
     scale[i] = softmax.scale;
@@ -217,14 +216,15 @@ void for_each_piece(const ColumnPieces& pieces, const ExecutionContext& context,
   });
 }
 
-/// Likewise for pieces that cover every row.
+/// The same for the pieces of all rows of a view.
 template <typename View, typename Body>
 void for_each_row_piece(const View& view, const ExecutionContext& context, bool is_non_temporal, Body&& body) {
   for_each_piece(ColumnPieces(view.column_count, view.row_count, 1), context, is_non_temporal, body);
 }
 
-/// Maps `x` to `to`, which may be the same memory. `softmax_of(row, piece)` gives a ScaledSoftmax, whose replaced
-/// column matters where it is in the piece: nothing of that piece has been written yet, of others maybe.
+/// Maps `x` to `to`, which may be the same memory. `softmax_of(row, piece)` returns the ScaledSoftmax of a row for one
+/// piece; a replaced column outside of the piece is ignored. It may read the piece's elements of `x`, which are not
+/// overwritten yet; elements of other pieces may be.
 template <typename T, typename View, typename SoftmaxOf>
 void write_softmax(const View& view, ColumnTensor<const T> x, ColumnTensor<T> to, const ExecutionContext& context,
                    SoftmaxOf&& softmax_of) {
@@ -233,7 +233,7 @@ void write_softmax(const View& view, ColumnTensor<const T> x, ColumnTensor<T> to
     const ColumnPieces pieces = tiles.pieces(view.column_count);
     parallel_for(context, pieces.tasks(), pieces.grain(), [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t task = begin; task < end;) {
-        // A tile's pieces behind each other are one: what a tile needs for each row is computed once for a piece.
+        // Joins consecutive pieces of a tile, because write_softmax_tile() prepares every row of the tile once a call.
         ColumnPiece piece = pieces[task];
         task = std::min(end, (piece.group + 1) * pieces.count);
         piece.end = pieces[task - 1].end;
@@ -242,7 +242,7 @@ void write_softmax(const View& view, ColumnTensor<const T> x, ColumnTensor<T> to
     });
     return;
   }
-  // What is overwritten is in the caches already.
+  // In place, the lines to write are in the caches already.
   const bool is_non_temporal = x.data != to.data && is_written_past_caches<T>(view);
   for_each_row_piece(view, context, is_non_temporal, [&](const ColumnPiece& piece) {
     const auto write = is_non_temporal ? write_softmax_piece<true, T, View> : write_softmax_piece<false, T, View>;

@@ -1,13 +1,13 @@
-// Vectors of float32 or float64 from and to memory of any floating-point type, with Highway. The one idea is the Pack:
-// four vectors that are loaded, computed on and stored together. A loop over packs takes the rest of a row through the
-// same body, from and into a small padded buffer, so that no operator has a second loop for it.
+// Loads and stores of vectors of float32 or float64, from and to memory of any floating-point type, with Highway. The
+// one idea is the Pack: four vectors that are loaded, computed on and stored together. A loop over packs passes the
+// rest of a row through the same body in a small padded buffer, so no operator has a second loop for the rest.
 //
-// Which element of memory is in which lane of a pack depends on its type and on the machine: 16-bit types are unpacked
-// into the even and the odd elements by a shift and a mask, which is cheaper than keeping their order, and a sum or an
-// elementwise function does not care. element_of_lane() tells.
+// The order of a pack's elements in its lanes depends on their type and on the machine. A shift and a mask unpack
+// 16-bit types into the even and the odd elements, which is cheaper than keeping their order; sums and elementwise
+// functions work in any order. element_of_lane() gives the order.
 //
 // This file is compiled once per level of vector instructions, hence the guard that toggles. Include it after
-// hwy/foreach_target.h, inside of a file that HWY_TARGET_INCLUDE names; see stream.cpp.
+// hwy/foreach_target.h, in a file that HWY_TARGET_INCLUDE names; see stream.cpp.
 #include <hwy/highway.h>
 
 #include <cstdint>
@@ -29,7 +29,7 @@ namespace HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// The tag of the vectors that a T is computed in, and such a vector.
+/// The Highway tag of the vectors for computing with T, and the type of such a vector.
 template <typename T>
 using Tag = hn::ScalableTag<Accumulator<T>>;
 template <typename T>
@@ -37,21 +37,21 @@ using VectorOf = hn::Vec<Tag<T>>;
 
 #undef EAVES_X86_MINMAX
 #undef EAVES_HARDWARE_FLOAT16
-// x86's minimum and maximum return the second operand where either is a NaN; Highway leaves it open.
+// x86's minimum and maximum return the second operand if either is a NaN; Highway leaves the result open.
 #if HWY_ARCH_X86 && HWY_TARGET != HWY_SCALAR && HWY_TARGET != HWY_EMU128
 #define EAVES_X86_MINMAX 1
 #else
 #define EAVES_X86_MINMAX 0
 #endif
-// One instruction converts a whole vector of float16, correctly rounded: AVX2 and better. Highway numbers better levels
-// lower, and newer versions of it have more levels above AVX3 than we could name here.
+// AVX2 and better levels convert a whole vector of float16 in one instruction, correctly rounded. A better level has a
+// lower number in Highway, and newer versions have more levels above AVX3 than a list here could name.
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2
 #define EAVES_HARDWARE_FLOAT16 1
 #else
 #define EAVES_HARDWARE_FLOAT16 0
 #endif
 
-/// The larger of x and `best`; `best` where x is a NaN.
+/// The larger of x and `best`; `best` if x is a NaN.
 template <typename D, typename V = hn::Vec<D>>
 HWY_INLINE V max_ignoring_nan(D, V x, V best) {
 #if EAVES_X86_MINMAX
@@ -61,7 +61,7 @@ HWY_INLINE V max_ignoring_nan(D, V x, V best) {
 #endif
 }
 
-/// x limited to [low, high]; a NaN stays one.
+/// x limited to [low, high]; a NaN stays a NaN.
 template <typename D, typename V = hn::Vec<D>>
 HWY_INLINE V clamp_keeping_nan(D, V x, V low, V high) {
 #if EAVES_X86_MINMAX
@@ -78,17 +78,17 @@ using Float = VectorOf<float>;
 using WordTag = hn::RebindToUnsigned<FloatTag>;
 using Word = hn::Vec<WordTag>;
 
-/// Words whose upper half is the value rounded to bfloat16, to nearest even; the lower half is left over. A NaN may
-/// come out as anything: see quieted().
+/// Rounds each value to bfloat16, to nearest even, in the upper half of its word; the lower half is left over. A NaN
+/// must be quieted() first.
 HWY_INLINE Word round_to_upper_half(Float value) {
   const WordTag d;
   const Word bits = hn::BitCast(d, value);
-  // Half of the last place but one is added, and one more where the upper half is odd. Putting that one in by an "or"
-  // is the same: it matters only where the lower half is even.
+  // Rounding adds 0x7fff, and 1 more if the upper half is odd. That 1 decides only a tie, a lower half of 0x8000. The
+  // lowest bit of a tie is 0, so an "or" may add the 1.
   return hn::Add(hn::OrAnd(bits, hn::ShiftRight<16>(bits), hn::Set(d, 1u)), hn::Set(d, 0x7fffu));
 }
 
-/// A NaN loses what rounding could carry into its exponent; everything else stays.
+/// Clears the lower half of a NaN, from which rounding could carry into its exponent. Other values stay.
 HWY_INLINE Float quieted(Float value) {
   const FloatTag d;
   const WordTag dw;
@@ -96,7 +96,7 @@ HWY_INLINE Float quieted(Float value) {
   return hn::IfThenElse(hn::IsNaN(value), hn::BitCast(d, quiet), value);
 }
 
-/// numeric.h's to_float and to_float16, lane by lane, for levels without an instruction for them.
+/// to_float() and to_float16() of numeric.h, lane by lane, for levels without an instruction for them.
 HWY_INLINE Float float_from_float16_bits(Word bits) {
   const WordTag d;
   const FloatTag df;
@@ -128,7 +128,7 @@ HWY_INLINE Word float16_bits(Float value) {
 
 // ------------------------------------------------------------------------------------------------------------ packs
 
-/// Four vectors' worth of elements.
+/// Four vectors of elements.
 template <typename T>
 struct Pack {
   VectorOf<T> v0, v1, v2, v3;
@@ -139,7 +139,7 @@ HWY_INLINE std::size_t pack_size() {
   return 4 * hn::Lanes(Tag<T>());
 }
 
-/// Room for any pack, in elements; Highway's largest vectors have 2048 bits.
+/// The largest possible pack, in elements; Highway's largest vectors have 2048 bits.
 template <typename T>
 inline constexpr std::size_t kMaxPackSize = 4 * hn::MaxLanes(Tag<T>());
 
@@ -147,7 +147,7 @@ template <typename T>
 inline constexpr bool kIsUnpackedIntoEvenAndOdd = std::is_same_v<T, bfloat16> ||
                                                   (std::is_same_v<T, float16> && !EAVES_HARDWARE_FLOAT16);
 
-/// Which element of a pack in memory is in lane `lane` of its vector `vector`.
+/// The index in memory of the element in lane `lane` of a pack's vector `vector`.
 template <typename T>
 HWY_INLINE std::size_t element_of_lane(std::size_t vector, std::size_t lane) {
   const std::size_t lanes = hn::Lanes(Tag<T>());
@@ -155,11 +155,11 @@ HWY_INLINE std::size_t element_of_lane(std::size_t vector, std::size_t lane) {
   return vector * lanes + lane;
 }
 
-/// As many pairs of 16-bit elements as a vector of words has lanes.
+/// Loads a pair of 16-bit elements into each word.
 template <typename T>
 HWY_INLINE Word load_words(const T* from) {
   const WordTag d;
-#if HWY_TARGET == HWY_SCALAR  // it has no two 16-bit lanes
+#if HWY_TARGET == HWY_SCALAR  // its vectors have one lane, not two of 16 bits
   std::uint32_t word;
   std::memcpy(&word, from, sizeof(word));
   return hn::Set(d, word);
@@ -227,15 +227,15 @@ HWY_INLINE Pack<T> load_pack(const T* from) {
   }
 }
 
-/// Rounds to T, to nearest even. Non-temporal stores want `to` aligned to a vector; after them
-/// hwy::FlushStream() is called before another thread may read.
+/// Rounds to T, to nearest even, and stores. Non-temporal stores need `to` aligned to a vector, and a call of
+/// hwy::FlushStream() before another thread reads.
 template <bool kNonTemporal = false, typename T>
 HWY_INLINE void store_pack(Pack<T> pack, T* to) {
   const Tag<T> d;
   const std::size_t n = hn::Lanes(d);
   if constexpr (kIsUnpackedIntoEvenAndOdd<T>) {
     if constexpr (std::is_same_v<T, bfloat16>) {
-      // The sum of the pack is a NaN if one of its elements is: one comparison instead of one for each vector.
+      // A NaN in any of the vectors makes their sum a NaN, so one comparison finds it instead of four.
       const auto sum = hn::Add(hn::Add(pack.v0, pack.v1), hn::Add(pack.v2, pack.v3));
       if (HWY_UNLIKELY(!hn::AllFalse(d, hn::IsNaN(sum)))) {
         pack = {quieted(pack.v0), quieted(pack.v1), quieted(pack.v2), quieted(pack.v3)};
@@ -272,7 +272,8 @@ HWY_INLINE void store_pack(Pack<T> pack, T* to) {
   }
 }
 
-/// A pack to and from accumulators that lie in the order of the elements, whatever the order of its lanes.
+/// Stores a pack to accumulators in the order of its elements, whatever the order of its lanes; load_in_order() loads
+/// it.
 template <typename T>
 HWY_INLINE void store_in_order(const Pack<T>& pack, Accumulator<T>* to) {
   const Tag<T> d;
@@ -302,7 +303,7 @@ HWY_INLINE Pack<T> load_in_order(const Accumulator<T>* from) {
   return pack;
 }
 
-/// The first `count` elements of a pack, the rest of it `fill`.
+/// Loads the first `count` elements of a pack; the rest is `fill`.
 template <typename T>
 HWY_INLINE Pack<T> load_first(const T* from, std::size_t count, T fill) {
   HWY_ALIGN T padded[kMaxPackSize<T>];
@@ -311,7 +312,7 @@ HWY_INLINE Pack<T> load_first(const T* from, std::size_t count, T fill) {
   return load_pack(padded);
 }
 
-/// A pack of which `count` elements are there, or a whole one where there are more.
+/// Loads a whole pack if `count`, the number of elements left, is enough for one; else load_first().
 template <typename T>
 HWY_INLINE Pack<T> load_some(const T* from, std::int64_t count, T fill) {
   if (count >= static_cast<std::int64_t>(pack_size<T>())) return load_pack(from);
@@ -325,7 +326,7 @@ HWY_INLINE void store_first(const Pack<T>& pack, T* to, std::size_t count) {
   std::memcpy(to, padded, count * sizeof(T));
 }
 
-/// store_pack() or store_first(), as load_some().
+/// Stores a whole pack or its first elements, as load_some() loads them.
 template <typename T>
 HWY_INLINE void store_some(const Pack<T>& pack, T* to, std::int64_t count) {
   if (count >= static_cast<std::int64_t>(pack_size<T>())) {
@@ -344,14 +345,14 @@ HWY_INLINE void for_each_pack(const T* from, std::size_t count, T fill, Body&& b
   if (i < count) body(load_first(from + i, count - i, fill));
 }
 
-/// Writes [to, to + count): `make(i, n)` gives the pack whose first `n` elements belong to `to + i`; `n` is that of a
-/// whole pack but at the ends.
+/// Writes [to, to + count). `make(i, n)` returns a pack, and its first `n` elements go to `to + i`; `n` is a whole pack
+/// except at the ends.
 template <bool kNonTemporal, typename T, typename Make>
 HWY_INLINE void write_packs(T* to, std::size_t count, Make&& make) {
   const std::size_t step = pack_size<T>();
   std::size_t i = 0;
   if constexpr (kNonTemporal) {
-    // Up to the first cache line that begins in `to`: whole lines are what non-temporal stores are good at.
+    // Ordinary stores up to the first cache line that begins in `to`: non-temporal stores should write whole lines.
     constexpr std::uintptr_t kLine = 64;
     const std::uintptr_t misalignment = (kLine - reinterpret_cast<std::uintptr_t>(to) % kLine) % kLine;
     for (const std::size_t head = misalignment / sizeof(T); i < head && i < count;) {
@@ -365,7 +366,7 @@ HWY_INLINE void write_packs(T* to, std::size_t count, Make&& make) {
   if (i < count) store_first(make(i, count - i), to + i, count - i);
 }
 
-/// to[i] = body(from[i]): `body` maps a vector to a vector and need not care about the order of its lanes.
+/// to[i] = body(from[i]). `body` maps a vector to a vector, with the elements in any order.
 template <bool kNonTemporal = false, typename T, typename Body>
 HWY_INLINE void transform(const T* from, T* to, std::size_t count, Body&& body) {
   write_packs<kNonTemporal>(to, count, [&](std::size_t i, std::size_t n) HWY_ATTR {
@@ -374,8 +375,8 @@ HWY_INLINE void transform(const T* from, T* to, std::size_t count, Body&& body) 
   });
 }
 
-/// The same from accumulators to the narrower T, rounded. `to` may begin where `from` does: each pack is read before it
-/// is written, and lies before all that is still to be read.
+/// The same from accumulators to the narrower T, rounded. `to` may begin at `from`: each pack is read before it is
+/// written, and a write ends before the elements that are still to be read.
 template <bool kNonTemporal = false, typename T, typename Body>
 requires(sizeof(T) < sizeof(Accumulator<T>)) HWY_INLINE
     void transform(const Accumulator<T>* from, T* to, std::size_t count, Body&& body) {
@@ -399,14 +400,14 @@ void fill(T* to, std::int64_t count, Accumulator<T> value) {
   });
 }
 
-/// Elements to accumulators, in their order. Writes whole packs: `to` is as long as `count` rounded up to one.
+/// Converts elements to accumulators, in order. Writes whole packs: `to` has room for `count` rounded up to a pack.
 template <typename T>
 void widen(const T* from, std::int64_t count, Accumulator<T>* to) {
   const auto step = static_cast<std::int64_t>(pack_size<T>());
   for (std::int64_t i = 0; i < count; i += step) store_in_order(load_some(from + i, count - i, T{}), to + i);
 }
 
-/// The way back, rounded; `from` is as long as `count` rounded up to a whole pack.
+/// The inverse of widen(), rounded. Reads whole packs: `from` has `count` elements rounded up to a pack.
 template <bool kNonTemporal, typename T>
 void narrow(const Accumulator<T>* from, T* to, std::int64_t count) {
   write_packs<kNonTemporal>(to, static_cast<std::size_t>(count),
@@ -415,9 +416,9 @@ void narrow(const Accumulator<T>* from, T* to, std::int64_t count) {
 
 // ----------------------------------------------------------------------------------------------------------- blocks
 
-/// Elements that an operator works on at a time: 64 terms for each accumulator, so that the float32 sum of a block is
-/// good to a few units in the last place, and the horizontal sum at its end costs little; 4096 elements with AVX-512,
-/// which fit L1.
+/// The packs of a block, which an operator works on at a time. With 64 terms for each accumulator the float32 sum of a
+/// block is right to a few units in the last place, and the horizontal sum at its end costs little. With AVX-512 a
+/// block has 4096 elements, which fit L1.
 inline constexpr std::int64_t kPacksPerBlock = 64;
 template <typename T>
 std::int64_t block_size() {

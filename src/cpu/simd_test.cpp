@@ -1,6 +1,6 @@
-// Packs, conversions and exponentials, at every level of vector instructions that this machine has: what runs here with
-// AVX-512 must also be right on a machine without it. Conversions are compared with core/numeric.h, exponentials with
-// the C++ library's in float64.
+// Tests packs, conversions and exponentials at every level of vector instructions of this machine, because a machine
+// with AVX-512 must also test the code of machines without it. The references are core/numeric.h for conversions, and
+// the C++ library in float64 for exponentials.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/simd_test.cpp"
 #include <hwy/foreach_target.h>  // first: compiles this file once per level of vector instructions
@@ -111,7 +111,7 @@ HWY_EXPORT(exp2_float32);
 HWY_EXPORT(exp_float32);
 HWY_EXPORT(exp_float64);
 
-/// Every test runs once for each level.
+/// Each test runs once per level.
 class Simd : public ::testing::TestWithParam<std::int64_t> {
  protected:
   void SetUp() override { hwy::SetSupportedTargetsForTest(GetParam()); }
@@ -164,7 +164,7 @@ std::vector<float> values_to_round() {
       values.insert(values.end(), {x, std::nextafter(x, largest), std::nextafter(x, -largest)});
     }
   }
-  // Beyond the largest float16, the largest float32, and NaNs whose last bits are set.
+  // Numbers around the largest float16 and the largest float32, tiny numbers, and NaNs with low bits.
   values.insert(values.end(), {65519.996f, 65520.0f, 1e6f, -1e6f, largest, -largest, 1e-45f, -1e-45f, 3e-8f});
   for (const std::uint32_t bits : {0x7fffffffu, 0xffffffffu, 0x7f800001u, 0xffff8000u, 0x7fbfffffu}) {
     values.push_back(std::bit_cast<float>(bits));
@@ -186,7 +186,7 @@ TEST_P(Simd, Float16IsRoundedToNearestEvenWithSubnormalsAndOverflow) {
   for (std::size_t i = 0; i < values.size(); ++i) expect_same(to_float(actual[i]), to_float(to_float16(values[i])), i);
 }
 
-/// Every length around the size of a pack and every misalignment, with canaries on both sides.
+/// Lengths around the size of a pack at several misalignments, with canaries on both sides.
 template <typename T, typename Negate>
 void check_transform(Negate&& negate) {
   const auto from_int = [](std::size_t i) {
@@ -219,8 +219,8 @@ TEST_P(Simd, LoopAndRestReachEveryElementAndNoOther) {
   check_transform<double>(HWY_DYNAMIC_DISPATCH(negate_float64));
 }
 
-/// The largest distance of a float32 result from the exact one, in units of the last place, where that is at least
-/// `smallest`; below it, results may be anything between 0 and twice the exact one.
+/// The largest distance between a float32 result and the exact one, in units of the last place, for exact results of at
+/// least kSmallest. For smaller ones a result may be anything between 0 and 2 * kSmallest.
 template <typename Reference>
 double worst_distance(const std::vector<float>& x, const std::vector<float>& actual, Reference&& reference,
                       float& worst_x) {
@@ -232,7 +232,7 @@ double worst_distance(const std::vector<float>& x, const std::vector<float>& act
       EXPECT_TRUE(actual[i] >= 0.0f && actual[i] <= 2 * kSmallest) << "of " << x[i] << " is " << actual[i];
       continue;
     }
-    // Half a unit above the largest float32 is where rounding gives infinity.
+    // From half a unit above the largest float32 on, rounding gives infinity.
     if (exact >= 0x1.ffffffp127) {
       EXPECT_EQ(actual[i], infinity<float>()) << "of " << x[i];
       continue;
@@ -247,7 +247,8 @@ double worst_distance(const std::vector<float>& x, const std::vector<float>& act
   return worst;
 }
 
-/// Floats of every size and sign in steps of their bits, and densely those whose exponential is an ordinary number.
+/// Floats of every size and sign in steps of their bits, and a dense range of floats that covers every exponential
+/// between 0 and infinity.
 std::vector<float> sweep() {
   std::vector<float> x;
   for (std::uint32_t bits = 0; bits < 0x7f800000u; bits += 20011) {

@@ -1,9 +1,9 @@
 // SoftmaxState on a CPU: the statistics of a row of contiguous elements, and the softmax that a gradient needs.
 //
-// A sum of exponentials needs something to subtract first, but not the maximum: any element that is not much smaller
-// does. So a row goes through once, in blocks: its first four packs give the anchor, every later block tries the anchor
-// so far, with one exponential per element and no search for a maximum, and is done again properly if its sum comes out
-// large, infinite or NaN. The blocks' sums add up in float64.
+// A sum of exponentials needs an anchor to subtract first. The maximum is one, but any element that is not much smaller
+// is good enough. So one pass over a row suffices, in blocks. The first four packs give the anchor. Each later block
+// tries the current anchor, with one exponential per element and no search for a maximum. If its sum is large, infinite
+// or NaN, exact_state() computes the block again. The sums of the blocks are added in float64.
 //
 // Compiled once per level of vector instructions, like simd.h.
 #include <algorithm>
@@ -26,8 +26,8 @@ HWY_BEFORE_NAMESPACE();
 namespace eaves::cpu {
 namespace HWY_NAMESPACE {
 
-/// A SoftmaxState whose `max` is an anchor: an element of the row that none exceeds by more than kSoftmaxSlack. lse()
-/// and merge() do not mind.
+/// A SoftmaxState with an anchor as its `max`: an element of the row that no other exceeds by more than kSoftmaxSlack.
+/// lse() and merge() are right for any anchor.
 using RowState = SoftmaxState<double>;
 
 template <typename T>
@@ -37,7 +37,7 @@ T minus_infinity() {
 
 // ------------------------------------------------------------------------------------------------------ reductions
 
-/// exp(v) as a term of a sum whose largest terms are near exp(0): only there it has to be good to the last place.
+/// exp(v) as a term of a sum. The largest terms are near exp(0), and only they must be right to the last place.
 HWY_INLINE Float exp_term(FloatTag d, Float v) { return exp2(d, hn::Mul(v, hn::Set(d, kLog2E))); }
 HWY_INLINE VectorOf<double> exp_term(Tag<double> d, VectorOf<double> v) { return exp(d, v); }
 
@@ -69,9 +69,9 @@ HWY_INLINE Accumulator<T> sum_of(const T* x, std::int64_t count, Body&& body) {
   return hn::GetLane(hn::SumOfLanes(d, hn::Add(hn::Add(s0, s1), hn::Add(s2, s3))));
 }
 
-/// A sum of terms that are not negative, which keeps what each addition rounds off. Where the largest term meets many
-/// small ones, as in the row of a class that is almost certain, the plain sum of one lane errs by a unit in the last
-/// place for each of them.
+/// A sum of terms that are not negative; it keeps the rounding error of each addition. If a lane adds many small terms
+/// to the largest one, as in a row with an almost certain class, a plain sum errs by a unit in the last place for each
+/// of them.
 template <typename T>
 struct CompensatedSum {
   VectorOf<T> sum, rest;
@@ -83,7 +83,7 @@ struct CompensatedSum {
   }
 };
 
-/// The lanes in float64, those of one half added to those of the other.
+/// Converts the lanes to float64, and adds the upper half of them to the lower.
 HWY_INLINE VectorOf<double> widened(Float v) {
   const Tag<double> d;
 #if HWY_TARGET == HWY_SCALAR
@@ -95,7 +95,7 @@ HWY_INLINE VectorOf<double> widened(Float v) {
 }
 HWY_INLINE VectorOf<double> widened(VectorOf<double> v) { return v; }
 
-/// The sum of all lanes of both.
+/// The sum of all lanes of `a` and `b`.
 template <typename T>
 double total_of(const CompensatedSum<T>& a, const CompensatedSum<T>& b) {
   const Tag<double> d;
@@ -106,7 +106,7 @@ double total_of(const CompensatedSum<T>& a, const CompensatedSum<T>& b) {
   return hn::GetLane(hn::SumOfLanes(d, sum));  // the rest of an infinite sum is a NaN
 }
 
-/// Sum of exp(x - anchor), to the last place of the largest term.
+/// Sum of exp(x - anchor), right to the last place of the largest term.
 template <typename T>
 double exact_sum_of_exp(const T* x, std::int64_t count, Accumulator<T> anchor) {
   const Tag<T> d;
@@ -130,27 +130,27 @@ Accumulator<T> sum_of_exp(const T* x, std::int64_t count, Accumulator<T> anchor)
   return sum_of(x, count, [&](VectorOf<T> v) HWY_ATTR { return exp_term(d, hn::Sub(v, shift)); });
 }
 
-/// Any block: two passes, and every edge value.
+/// The state of any block, with any edge values, in two passes.
 template <typename T>
 RowState exact_state(const T* x, std::int64_t count) {
   const Accumulator<T> max = max_of(x, count);
   return {max, exact_sum_of_exp(x, count, softmax_anchor(max))};
 }
 
-/// x -> exp(x - anchor) for many x, as correction * exp2(exponent(x)). With FMA the exponent is one instruction,
-/// x * kLog2E - shift, of which only the small difference is rounded. The shift is anchor * kLog2E rounded to float32;
-/// it changes all exponentials by one factor, which is known: the correction. Where that is large (see is_usable()) the
-/// caller subtracts first.
+/// Computes exp(x - anchor) for many x, as correction * exp2(exponent(x)). With FMA the exponent is one instruction,
+/// x * kLog2E - shift, which rounds only the small difference. The shift is anchor * kLog2E rounded to float32. This
+/// rounding changes all exponentials by one known factor, which `correction` undoes. If the factor is large,
+/// is_usable() is false, and the caller subtracts the anchor first.
 class Anchored {
  public:
   explicit Anchored(double anchor) {
 #if HWY_NATIVE_FMA
     shift_ = static_cast<float>(anchor * kLog2E);
     const double rounding = shift_ - anchor * kLog2E;
-    // False for infinities and NaN, and for anchors from about 2^24 on: exp2(exponent(x)) is off by the correction, and
-    // where that is large, sums of it overflow or vanish.
+    // False for infinities and NaN, and for anchors from about 2^24 on: with a large correction, sums of
+    // exp2(exponent(x)) overflow or vanish.
     is_usable_ = std::abs(rounding) <= 1.0;
-    // exp2(rounding), which is almost always 1 + 1e-7; the square of a small number is not missed.
+    // exp2(rounding), almost always 1 + 1e-7. For a small rounding its square is negligible.
     if (is_usable_) correction_ = std::abs(rounding) < 1e-6 ? 1.0 + rounding * std::numbers::ln2 : std::exp2(rounding);
 #else
     is_usable_ = std::isfinite(anchor);
@@ -174,28 +174,27 @@ class Anchored {
   double correction_ = 1.0;
 };
 
-/// The optimistic pass over the blocks of a row after the first.
+/// Sums the blocks of a row after the first with the current anchor, in the hope that it is large enough.
 template <typename T>
 class AnchoredSum {
  public:
   explicit AnchoredSum(double anchor) : anchored_(anchor) {}
 
-  /// False where the block has to be done by exact_state().
+  /// Returns false if exact_state() must compute the block.
   bool add(const T* x, std::int64_t count, double& sum) const {
     if (!anchored_.is_usable()) return false;
     const FloatTag d;
     const Anchored anchored = anchored_;
     const float block = sum_of(x, count, [&](Float v) HWY_ATTR { return exp2(d, anchored.exponent(v)); });
-    // Written so that a NaN is refused too.
+    // The negated comparison refuses a NaN too.
     if (!(block <= kLargestMean * static_cast<float>(block_size<T>()))) return false;
     sum += block * anchored.correction();
     return true;
   }
 
  private:
-  // Less than kSoftmaxSlack allows, because the exponent is rounded in float32, which costs a power of two in
-  // proportion to the exponent's size: one of 14, from the largest sum with AVX-512, still leaves 3e-7 of relative
-  // error.
+  // Less than kSoftmaxSlack allows, because the exponent is rounded to float32, and the relative error of its power of
+  // two grows with its size. The largest sum with AVX-512 allows an exponent of 14, with a relative error of 3e-7.
   static constexpr float kLargestMean = 4.0f;
   static_assert(std::bit_width(std::size_t{4} * kPacksPerBlock * kMaxPackSize<T>) * std::numbers::ln2 < kSoftmaxSlack,
                 "an element may exceed the anchor by the logarithm of the largest sum");
@@ -203,7 +202,7 @@ class AnchoredSum {
   Anchored anchored_;
 };
 
-/// float64 takes the same way without the shortcut of the multiplication.
+/// The same for float64, without Anchored.
 template <>
 class AnchoredSum<double> {
  public:
@@ -211,7 +210,7 @@ class AnchoredSum<double> {
   bool add(const double* x, std::int64_t count, double& sum) const {
     if (!std::isfinite(anchor_)) return false;
     const double block = sum_of_exp(x, count, anchor_);
-    // One term alone may be as large as that.
+    // A single term may be that large.
     if (!(block <= std::exp(double{kSoftmaxSlack}))) return false;
     sum += block;
     return true;
@@ -221,11 +220,12 @@ class AnchoredSum<double> {
   double anchor_;
 };
 
-/// The state of columns [begin, end). `fetch(column, count)` gives them as contiguous memory, `count` at most a block.
+/// The state of columns [begin, end). `fetch(column, count)` returns `count` columns, at most a block, as contiguous
+/// memory.
 template <typename T, typename Fetch>
 RowState reduce_columns(std::int64_t begin, std::int64_t end, Fetch&& fetch) {
   const std::int64_t block = block_size<T>();
-  // A few packs are enough to find an anchor that is not much too small, and short rows need only one pass too.
+  // A few packs usually give an anchor that is large enough, and then a short row needs only one pass too.
   const std::int64_t first = std::min<std::int64_t>(4 * static_cast<std::int64_t>(pack_size<T>()), end - begin);
   RowState state = exact_state(fetch(begin, first), first);
   AnchoredSum<T> anchored(state.max);
@@ -241,8 +241,8 @@ RowState reduce_columns(std::int64_t begin, std::int64_t end, Fetch&& fetch) {
 
 // -------------------------------------------------------------------------------------------------------- gradients
 
-/// scale * exp(x - lse), lane by lane. The difference comes first: x * log2e - lse * log2e would cancel. What is
-/// rounded to 16 bits afterwards may use the shorter exponential.
+/// scale * exp(x - lse), lane by lane. The difference comes first, because x * log2e - lse * log2e would cancel. A
+/// result of 16 bits may use the shorter exponential.
 template <typename T>
 HWY_INLINE VectorOf<T> scaled_softmax(VectorOf<T> x, VectorOf<T> lse, VectorOf<T> scale) {
   const Tag<T> d;
@@ -251,7 +251,7 @@ HWY_INLINE VectorOf<T> scaled_softmax(VectorOf<T> x, VectorOf<T> lse, VectorOf<T
   return hn::Mul(scale, exp(d, difference));
 }
 
-/// to[i] = scale * exp(x[i] - lse). `to` may begin where `x` does, also where R is narrower than T.
+/// to[i] = scale * exp(x[i] - lse). `to` may begin at `x`, also for an R that is narrower than T.
 template <bool kNonTemporal, typename T, typename R>
 void write_scaled_softmax(const T* x, R* to, std::int64_t count, Accumulator<R> lse, Accumulator<R> scale) {
   const Tag<R> d;

@@ -1,7 +1,6 @@
-// What a softmax with options needs of one block of a row, in accumulators that lie in the order of the columns and
-// fit L1: logits with a soft cap, sums with weights, the terms of an entropy, and their gradients. Each function is one
-// pass over the block; a row without options takes none of them (softmax.h). Compiled once per level of vector
-// instructions, like simd.h.
+// The steps of a softmax with options: the soft cap, weighted sums, the terms of an entropy, and their gradients. Each
+// function is one pass over a block of a row, which holds accumulators in the order of the columns and fits L1. A row
+// without options needs only softmax.h. Compiled once per level of vector instructions, like simd.h.
 #include <algorithm>
 #include <cstdint>
 
@@ -21,8 +20,8 @@ HWY_BEFORE_NAMESPACE();
 namespace eaves::cpu {
 namespace HWY_NAMESPACE {
 
-/// Calls `body(i, n)` for each vector of a block; `n` lanes of it are in the block, `i` is its first element. Blocks
-/// are padded to whole vectors (Block), so that the lanes beyond may be read and written.
+/// Calls `body(i, n)` for each vector of a block: `i` is its first element, and its first `n` lanes are in the block.
+/// Blocks are padded to whole vectors (Block), so the lanes beyond may be read and written.
 template <typename A, typename Body>
 HWY_INLINE void for_each_vector(std::int64_t count, Body&& body) {
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(Tag<A>()));
@@ -47,7 +46,7 @@ void scale_block(A* x, std::int64_t count, A scale) {
                                 HWY_ATTR { hn::StoreU(hn::Mul(hn::LoadU(d, x + i), scales), d, x + i); });
 }
 
-/// to = softcap * tanh(scale * x / softcap); its derivative too, where `derivative` is not nullptr. `to` may be `x`.
+/// to = softcap * tanh(scale * x / softcap), and its derivative unless `derivative` is nullptr. `to` may be `x`.
 template <typename A>
 void softcap_block(const A* x, std::int64_t count, A scale, A softcap, A* to, A* derivative) {
   const Tag<A> d;
@@ -63,7 +62,7 @@ void softcap_block(const A* x, std::int64_t count, A scale, A softcap, A* to, A*
 
 struct ExpSums {
   double sum;     ///< of exp(x - anchor)
-  double moment;  ///< of exp(x - anchor) * (x - anchor), 0 where the exponential is
+  double moment;  ///< of exp(x - anchor) * (x - anchor); a term is 0 if its exponential is
   double square;  ///< of exp(x - anchor)^2
 };
 
@@ -105,7 +104,7 @@ double sum_of_differences(const A* x, std::int64_t count, A center) {
 }
 
 struct WeightedSums {
-  double weighted_sum;  ///< of u * (x - center), 0 where u is
+  double weighted_sum;  ///< of u * (x - center); a term is 0 if its u is
   double weight_sum;    ///< of u
 };
 
@@ -144,14 +143,14 @@ void blend_block(A* u, std::int64_t count, A factor, A term) {
                                 HWY_ATTR { hn::StoreU(hn::MulAdd(hn::LoadU(d, u + i), factors, terms), d, u + i); });
 }
 
-/// What the gradient of a row consists of: p * (softmax_factor + slope * (x - lse)) - constant with p = exp(x - lse), 0
-/// in the first term where p is.
+/// The coefficients of a row's gradient, p * (softmax_factor + slope * (x - lse)) - constant with p = exp(x - lse). The
+/// first term is 0 if p is.
 template <typename A>
 struct SoftmaxGradient {
   A lse, softmax_factor, slope, constant;
 };
 
-/// x becomes its gradient.
+/// Replaces x by its gradient.
 template <typename A>
 void gradient_block(A* x, std::int64_t count, const SoftmaxGradient<A>& gradient) {
   const Tag<A> d;
