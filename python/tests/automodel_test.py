@@ -1,5 +1,5 @@
-"""eaves.automodel: the loss beside Automodel's own losses and the formula, behind the calls of its recipes, and with a
-head that FSDP2 has cut."""
+"""eaves.automodel: compared with Automodel's own losses and with the formula, called through Automodel's recipes, and
+with a head that FSDP2 shards."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ SHAPE, FEATURES, CLASSES = (2, 9), 12, 40
 
 
 def problem(dtype: torch.dtype, ignored: int = -100) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, labels and the weight of a head."""
+    """Returns hidden states, labels and the weight of a head."""
     torch.manual_seed(0)
     hidden = torch.randn(*SHAPE, FEATURES, dtype=dtype)
     labels = torch.randint(CLASSES, SHAPE)
@@ -41,7 +41,7 @@ def problem(dtype: torch.dtype, ignored: int = -100) -> tuple[Tensor, Tensor, Te
 
 
 def step(loss: Any, hidden: Tensor, labels: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and the gradients of hidden states and weight."""
+    """Returns the loss and the gradients of hidden states and weight."""
     given, head = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
     found = loss(given, labels, head, **options)
     found.backward(torch.linspace(-1, 2, found.numel()).view_as(found) if found.dim() else None)
@@ -104,11 +104,11 @@ def test_a_head_of_float32_keeps_its_gradient_beside_hidden_states_of_16_bits() 
     assert_close((loss, of_hidden, of_weight.float()), exact, 2e-2)
 
 
-# --------------------------------------------------------------------------------------------------------- the recipes
+# -------------------------------------------------------------------------------------------------------------- recipes
 
 
 class Model:
-    """A model as far as recipes look at it."""
+    """A model with the two attributes that the recipes read."""
 
     def __init__(self, weight: Any) -> None:
         self.head = torch.nn.Linear(FEATURES, CLASSES, bias=False)
@@ -126,7 +126,7 @@ def test_the_calls_of_a_recipe_give_the_numbers_of_the_loss_of_logits() -> None:
         common: dict[str, Any] = {"labels": labels, "model": model, "num_label_tokens": 14}
         total = calculate_loss(loss, logits=model.head(given), hidden_states=given, **common)
         total = total + calculate_mtp_loss(loss, mtp_per_depth_h=[given, 2 * given], scaling_factor=0.3, **common)
-        # A packed batch has one axis of tokens.
+        # A packed batch has shape [1, tokens].
         packed = given.flatten(0, 1).unsqueeze(0)
         total = total + calculate_loss(
             loss, logits=model.head(packed), hidden_states=packed, **{**common, "labels": labels.flatten()}
@@ -161,7 +161,7 @@ def test_an_unknown_option_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="softcap is -30"):
         LinearCrossEntropy(logit_softcapping=-30.0)
     with pytest.raises(TypeError, match="impl"):
-        LinearCrossEntropy(impl="cce")  # of FusedLinearCrossEntropy
+        LinearCrossEntropy(impl="cce")  # an option of FusedLinearCrossEntropy
     for options in ({"num_label_tokens": 3}, {"loss_weights": torch.ones(SHAPE)}):
         with pytest.raises(
             ValueError, match="num_label_tokens and loss_weights need reduction 'sum', and it is 'mean'"
@@ -188,7 +188,8 @@ def test_info_says_whether_a_loss_is_alive(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def of_cut_head(group: distributed.ProcessGroup, is_gathered_once: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """As a recipe does it, with rows of this rank: the loss, and the gradients of hidden states and the whole head."""
+    """Calls the loss as a recipe does, with this rank's rows; returns the loss and the gradients of hidden states and
+    of the whole head."""
     hidden, labels, weight = problem(torch.float32)
     model = Model(weight)
     fully_shard(model.head, mesh=DeviceMesh.from_group(group, "cpu"))
@@ -213,7 +214,8 @@ def test_a_head_of_fsdp2_gets_the_gradient_of_all_rows(is_gathered_once: bool, t
     torch.testing.assert_close(found[0][0] + found[1][0], loss)
     for rank in (0, 1):
         torch.testing.assert_close(found[rank][1], of_hidden[rank])
-        torch.testing.assert_close(found[rank][2], of_weight)  # FSDP2's average of what the recipe multiplies
+        # The recipe multiplies the loss by the number of ranks, and FSDP2 averages the gradients over the ranks.
+        torch.testing.assert_close(found[rank][2], of_weight)
     refusals = two_cpu_ranks.refusals(with_another_group)
     assert all(kind == "ValueError" and "requires grad_reduce_group to match" in said for kind, said in refusals)
 

@@ -1,5 +1,5 @@
-"""eaves.axolotl against Axolotl's own list of plugins and its check of configurations. Axolotl's loader of models needs
-GPU packages, so that the hooks are called here in its order: adapters, post_model_load, the trainer."""
+"""eaves.axolotl with Axolotl's plugin list and its validation of configurations. Axolotl's model loader needs GPU
+packages, so these tests call the hooks in the loader's order: adapters, post_model_load, the trainer."""
 
 import importlib
 import sys
@@ -50,14 +50,14 @@ def as_before() -> Iterator[None]:
 
 
 def checked(*plugins: str, **settings: Any) -> Any:
-    """The configuration as Axolotl's command line makes it: plugins are loaded, settings are checked."""
+    """Returns the configuration as Axolotl's command line makes it: plugins are loaded and settings are checked."""
     configuration = DictDefault({**CONFIGURATION, "plugins": [PLUGIN, *plugins], **settings})
     config.prepare_plugins(configuration)
     return config.validate_config(configuration)
 
 
 def loaded(model: Any, **settings: Any) -> Any:
-    """The model behind Axolotl's hook."""
+    """Returns the model after Axolotl's post_model_load hook."""
     PluginManager.get_instance().post_model_load(checked(**settings), model)
     return model
 
@@ -69,7 +69,7 @@ def test_a_model_of_axolotl_takes_the_same_steps_without_logits(adapter: bool, i
         return peft_model(target_modules=["q_proj", "down_proj"]) if adapter else tiny_model()
 
     def trained(model: Any) -> Any:
-        if is_checkpointed:  # by the trainer, behind the hook
+        if is_checkpointed:  # as the trainer does after the hook
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return step(model)
 
@@ -109,7 +109,7 @@ def test_the_recipe_is_a_configuration_that_axolotl_takes() -> None:
     assert model._eaves_options["algorithm"] == settings["eaves_algorithm"]
     plain = eaves.hf.patch(tiny_model())
     model = loaded(tiny_model())
-    assert model._eaves_options == plain._eaves_options  # without settings, the defaults of patch
+    assert model._eaves_options == plain._eaves_options  # no settings: patch's defaults
     options = {"skip_ignored": False, "workspace_bytes": 1 << 20}
     model = loaded(tiny_model(), **{f"eaves_{name}": value for name, value in options.items()})
     assert options.items() <= model._eaves_options.items()
@@ -132,7 +132,8 @@ def test_another_loss_is_refused_by_its_name(settings: dict[str, Any]) -> None:
 
 
 def test_losses_of_other_plugins_are_refused() -> None:
-    # Their plugins need packages; their settings, with the defaults, are these.
+    # The plugins themselves need packages that are not installed; their settings classes, with the defaults, are
+    # enough.
     arguments = importlib.import_module("axolotl.integrations.liger.args").LigerArgs
     with pytest.raises(ValueError, match="liger_fused_linear_cross_entropy is True"):
         checked("axolotl.integrations.liger.LigerPlugin", liger_fused_linear_cross_entropy=True)
@@ -188,6 +189,6 @@ def test_it_is_active_as_long_as_a_model_is_patched() -> None:
 def test_an_unknown_version_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_replacement, "version", lambda _: "0.18.0")
     monkeypatch.delitem(sys.modules, "eaves.axolotl", raising=False)
-    # Axolotl prints an ImportError of a plugin and trains without it; this is none.
+    # Axolotl catches a plugin's ImportError, prints it and trains without the plugin. A RuntimeError stops the run.
     with pytest.raises(RuntimeError, match=r"axolotl 0\.18\.0, expected 0\.19\.x"):
         PluginManager.get_instance().register(PLUGIN)

@@ -1,4 +1,5 @@
-"""`python -m eaves bench`: the table of one operator, beside PyTorch, and what it refuses. No claim about speed."""
+"""`python -m eaves bench`: the table of one operator beside PyTorch, and the refused arguments. The tests claim nothing
+about speed."""
 
 import subprocess
 import sys
@@ -42,7 +43,8 @@ def test_eaves_and_the_formula_compute_the_same_from_inputs_of_the_shape(name: s
 def test_the_table_has_times_and_memory_of_each_implementation(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # which takes seconds
+    # A real torch.compile takes seconds.
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     assert main(monkeypatch, name, "--shape", SHAPES[name], *QUICK) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == f"{name}, {SHAPES[name]}, bf16; milliseconds"

@@ -1,4 +1,4 @@
-"""Tests of how `python benchmarks` measures: times, memory, the comparison, the protocols, calls in place."""
+"""Tests of how `python benchmarks` measures: times, memory, the comparison, the protocols, and calls in place."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def in_place_row(n: int) -> Row:
 
 
 class ExpSumInPlace(torch.autograd.Function):
-    """The toy operator, its gradient written over x in the forward."""
+    """The toy operator with its gradient written over x in the forward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def exp_sum_in_place(x: Tensor) -> Tensor:
 
 
 class Clock:
-    """A clock that only calls move: what a timing has to be is known to the last digit."""
+    """A clock that only calls advance, so that a test knows every measured time exactly."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, flush_ms: float = 0.0) -> None:
         self.ms = 0.0
@@ -83,7 +83,8 @@ def cells(timer: Timer, calls: Any, repetitions: int) -> dict[str, timing.Cell]:
 
 def test_every_contestant_gets_its_own_time_without_the_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, flush_ms=1000)
-    # Four calls to warm up come first, and one before each that counts; those take 1, 2, 3, 4 and 10 times as long.
+    # Four warm-up calls come first, and one uncounted call comes before each timed call. The timed calls take 1, 2, 3,
+    # 4 and 10 times the unit.
     factors = {name: iter([50, 50, 50, 50, 50, 4, 50, 2, 50, 10, 50, 1, 50, 3]) for name in "abc"}
     unit = {"a": 1.0, "b": 8.0, "c": 64.0}
     calls = {name: [Call(lambda name=name: clock.spend(name, unit[name] * next(factors[name])))] for name in "abc"}
@@ -102,7 +103,8 @@ def test_calls_take_turns_and_each_finds_the_cache_flushed_by_reading(monkeypatc
         [("a", before), flush, ("a", each), ("b", before), flush, ("b", each)]
         for before, each in (("second", "first"), ("first", "second"))
     ]
-    # Three calls to warm up and one that says how long it takes come before the two that count, each behind another.
+    # Three warm-up repetitions and one that estimates the duration come before the two timed ones. An uncounted call
+    # comes before each timed call.
     assert clock.events == once[0] + once[1] + once[0] + once[0] + timed[0] + timed[1]
 
 
@@ -117,12 +119,12 @@ def test_what_a_call_prepares_comes_before_the_flush_and_is_not_timed(monkeypatc
 
 def test_slow_contestants_get_fewer_repetitions_but_five(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    for call_ms, repetitions in ((10, 30), (50, 20), (700, 5)):  # a second for each contestant
+    for call_ms, repetitions in ((10, 30), (50, 20), (700, 5)):  # the limit is one second for each contestant
         assert cells(ColdTimer(CPU), {"a": [clock.call("a", call_ms)]}, 30)["a"]["repetitions"] == repetitions
 
 
 def test_the_loop_by_itself_neither_flushes_nor_takes_fewer_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As JAX and ranks use it: every rank has to make the same calls, and its barrier is what a call prepares."""
+    """JAX and ranks use the plain Timer: every rank has to make the same calls, and each call prepares a barrier."""
     clock = Clock(monkeypatch)
     waits: list[float] = []
     timer = Timer(CPU, lambda: waits.append(clock.ms))
@@ -135,7 +137,7 @@ def test_the_loop_by_itself_neither_flushes_nor_takes_fewer_repetitions(monkeypa
 
 
 def test_on_a_gpu_the_host_is_not_in_the_time_of_a_call(cuda: torch.device) -> None:
-    """A kernel of 10 us behind a call that keeps Python busy for 2 ms."""
+    """Calls a kernel of 10 us through a function that keeps Python busy for 2 ms."""
 
     def slow(x: Tensor) -> Tensor:
         end = timing.now_ms() + 2
@@ -156,8 +158,8 @@ def test_on_a_gpu_the_host_is_not_in_the_time_of_a_call(cuda: torch.device) -> N
 def test_the_limit_streams_the_bytes_of_the_row_once_in_each_repetition(
     monkeypatch: pytest.MonkeyPatch, cache_bytes: int, sets: int, protocol: str
 ) -> None:
-    """A set of this row has 1152 bytes: x and grad_out, and as many of the limit. Where it is smaller than two caches,
-    there are as many as these hold, from two to four."""
+    """The buffers of this row take 1152 bytes: x and grad_out, and as many bytes for the limit. If they are smaller
+    than two caches, the harness makes as many sets as two caches hold, at least two and at most four."""
     streamed: list[tuple[Tensor, Tensor, int, int]] = []
     seen: list[int] = []
     monkeypatch.setattr(harness, "last_cache_bytes", lambda device: cache_bytes)
@@ -165,15 +167,15 @@ def test_the_limit_streams_the_bytes_of_the_row_once_in_each_repetition(
     eaves = provider("eaves", lambda x: seen.append(x.data_ptr()) or exp_sum(x))
     row = toy_row("fwd", 8)
     Harness(CPU, protocol, repetitions=6).measure(row, [eaves], eaves)
-    # On every set before anything is timed, at least three times; once to see how long it takes; six times, each behind
-    # a call on the set before.
+    # Warm-up covers every set, with at least three calls. One call estimates the duration. Six calls are timed, and
+    # each follows a call on the previous set.
     timed = max(3, sets) + 1 + 2 * 6
     assert len(streamed) == timed
     assert {(read, write) for _, _, read, write in streamed} == {(row.read_bytes, row.write_bytes)}
     assert all(source.nbytes >= read and target.nbytes >= write for source, target, read, write in streamed)
     assert len({source.data_ptr() for source, *_ in streamed}) == sets
     assert len({destination.data_ptr() for _, destination, *_ in streamed}) == sets
-    # The provider, too, calls once in turn, after one call for the comparison and two for the memory.
+    # The provider makes the same calls, after one call for the comparison and two for the memory.
     xs = seen[3:]
     assert len(xs) == timed and len(set(xs)) == sets
     assert xs[-12:] == [xs[each % sets] for index in range(6) for each in (index - 1, index)]
@@ -181,7 +183,8 @@ def test_the_limit_streams_the_bytes_of_the_row_once_in_each_repetition(
 
 def test_a_row_that_does_not_fit_is_left_out_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     row = toy_row("fwd", 64)
-    needed = 3 * (row.read_bytes + row.write_bytes)  # inputs and outputs, as much between them, the limit's buffers
+    # Inputs and outputs, as many bytes for intermediate tensors, and the limit's buffers.
+    needed = 3 * (row.read_bytes + row.write_bytes)
     for free, is_left_out in ((needed - 1, True), (needed, False)):
         monkeypatch.setattr(harness, "free_memory_bytes", lambda device, free=free: free)
         for entry in measure_one(row, EAVES).values():
@@ -193,7 +196,7 @@ def test_a_provider_that_fails_gives_a_reason_and_the_others_go_on() -> None:
     calls: list[int] = []
 
     def late(x: Tensor) -> Tensor:
-        """Not in the comparison nor in the memory's calls, but while it is timed."""
+        """Fails while it is timed, after the calls of the comparison and of the memory have passed."""
         calls.append(1)
         if len(calls) > 5:
             raise torch.OutOfMemoryError("tried to allocate")
@@ -223,7 +226,7 @@ def test_a_provider_that_fails_gives_a_reason_and_the_others_go_on() -> None:
         ("fwd", provider("wrong", lambda x: exp_sum(x) * float("nan")), "wrong result: out is off by nan"),
         ("fwd", provider("wrong", lambda x: exp_sum(x)[:, None]), "wrong result: out is [16, 1], of eaves [16]"),
         ("fwd", provider("wrong", lambda x: (exp_sum(x) * 1.3).bfloat16()), "wrong result: out is off by"),
-        ("bwd", provider("wrong", lambda x: exp_sum(x).bfloat16()), ""),  # another dtype, not other values
+        ("bwd", provider("wrong", lambda x: exp_sum(x).bfloat16()), ""),  # the dtype differs, the values do not
     ],
 )  # fmt: skip
 @each_protocol
@@ -234,7 +237,8 @@ def test_a_wrong_result_is_reported_and_not_timed(mode: Mode, wrong: Any, what: 
 
 
 def test_a_gradient_with_only_its_largest_elements_is_a_wrong_result() -> None:
-    """As of a loss: -1 at the target, and as much in all, each far below any tolerance, in the other classes."""
+    """The gradient of a loss: -1 at the target and, at the other classes, elements that are each far below any
+    tolerance but sum to 1."""
     wanted = torch.full((4, 1025), 2.0**-10, dtype=torch.bfloat16)
     wanted[:, 7] = -1
     assert verify.difference({"gradient 0": wanted * 1.05}, {"gradient 0": wanted}) == ""
@@ -250,7 +254,8 @@ def test_a_gradient_with_only_its_largest_elements_is_a_wrong_result() -> None:
 @pytest.mark.parametrize("forward", [exp_sum, exp_sum_in_place])
 def test_the_protocol_accumulate_adds_up_and_autograd_leaves_no_gradient_behind(row: Row, forward: Any) -> None:
     if row.mode == "bwd" and forward is exp_sum_in_place:
-        return  # a forward that writes over a leaf is for rows in place alone
+        # A forward that overwrites a leaf is only for rows in place.
+        return
     inputs = row.make_inputs(CPU, 1)
     (x,) = inputs.arguments
     gradient = (inputs.grad_out[:, None] * x.exp()).detach()
@@ -304,13 +309,14 @@ def test_the_limit_counts_the_accumulation_too() -> None:
 
 @each_protocol
 def test_every_call_in_place_finds_the_original_inputs(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
-    monkeypatch.setattr(harness, "last_cache_bytes", lambda device: 0)  # one set
+    monkeypatch.setattr(harness, "last_cache_bytes", lambda device: 0)  # one set of buffers
     seen: list[Tensor] = []
     row = in_place_row(8)
     eaves = provider("eaves", lambda x: seen.append(x.detach().clone()) or exp_sum_in_place(x))
     assert measure_one(row, eaves, protocol=protocol)["eaves"]["ms"]
     (x,) = row.make_inputs(CPU, 2).arguments
-    # Compared, memory, warm-up, one to see how long it takes, timed and one before each of them.
+    # The calls: one for the comparison, two for the memory, three to warm up, one to estimate the duration, and for
+    # each of the three timed calls an uncounted one before it.
     assert len(seen) == 1 + 2 + 3 + 1 + 2 * 3
     assert all(torch.equal(each, x) for each in seen)
 
@@ -318,7 +324,8 @@ def test_every_call_in_place_finds_the_original_inputs(monkeypatch: pytest.Monke
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-N = 4096  # so that x has 256 KiB, and DIM outputs are 64 bytes: what an allocator rounds up is far less than 1 %
+# x has 256 KiB and the DIM outputs have 64 bytes, so an allocator's rounding stays far below 1 %.
+N = 4096
 
 
 @pytest.mark.parametrize(
@@ -326,8 +333,8 @@ N = 4096  # so that x has 256 KiB, and DIM outputs are 64 bytes: what an allocat
     [
         (toy_row("fwd", N), exp_sum, "autograd", 2),  # x, exp(x)
         (toy_row("bwd", N), exp_sum, "autograd", 3),  # x, exp(x), the gradient
-        (toy_row("bwd", N), exp_sum, "accumulate", 4),  # and the one it is added to
-        (in_place_row(N), exp_sum_in_place, "autograd", 1),  # x, which becomes the gradient
+        (toy_row("bwd", N), exp_sum, "accumulate", 4),  # x, exp(x), the gradient, the accumulated gradient
+        (in_place_row(N), exp_sum_in_place, "autograd", 1),  # x, which the gradient overwrites
         (in_place_row(N), exp_sum_in_place, "accumulate", 2),
         (in_place_row(N), exp_sum, "autograd", 3),
         (in_place_row(N), exp_sum, "accumulate", 4),
@@ -335,14 +342,14 @@ N = 4096  # so that x has 256 KiB, and DIM outputs are 64 bytes: what an allocat
 )
 def test_the_peak_is_what_is_alive(device: torch.device, row: Row, forward: Any, protocol: str, tensors: int) -> None:
     inputs = row.make_inputs(device, 1)
-    held = torch.ones(2**20, device=device)  # the benchmark's own buffers are no part of it
+    held = torch.ones(2**20, device=device)  # the peak excludes the benchmark's own buffers
     peak = memory.peak_bytes(row, lambda: make_call(protocol, row, forward, inputs), inputs)
     assert peak == pytest.approx(tensors * 4 * DIM * N, rel=0.01)
     del held
 
 
 def test_what_is_freed_meanwhile_leaves_the_peak_as_it_is(cuda: torch.device) -> None:
-    """As it is where the thread of an earlier backward gives its memory back a moment later."""
+    """An earlier backward's thread may free its memory a moment later, during the measurement."""
     row = toy_row("bwd", N)
     inputs = row.make_inputs(cuda, 1)
     others = [torch.ones(DIM, N, device=cuda)]

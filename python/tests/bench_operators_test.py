@@ -1,4 +1,5 @@
-"""Tests of what the operators of `python benchmarks` declare: rows, bytes, inputs, and how providers are called."""
+"""Tests of the declarations of `python benchmarks`: each operator's rows, bytes and inputs, and the calls of its
+providers."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def provider(op: str, name: str) -> Provider:
 
 
 def row_of(op: str, mode: Mode, size: int = 0, device: str = "cpu", dtype: str = "bf16", **options: Any) -> Row:
-    """Of the quick sweep, the first that has the options."""
+    """Returns the first row of the quick sweep that has the options."""
     rows = BY_NAME[op].rows(Request("quick", device, dtype, has_dtype=True))
     fitting = [row for row in rows if row.mode == mode and size in (0, list(row.shape.values())[-1])]
     return next(row for row in fitting if options.items() <= row.options.items())
@@ -45,7 +46,7 @@ def words(row: Any) -> str:
     return json.dumps([row[key] for key in CASE], sort_keys=True)
 
 
-MEASURED_ON: dict[str, tuple[str, ...]] = {"linear_kl_div": ()}  # others on an H100 and a CPU
+MEASURED_ON: dict[str, tuple[str, ...]] = {"linear_kl_div": ()}  # the other operators have files of an H100 and a CPU
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ MEASURED_ON: dict[str, tuple[str, ...]] = {"linear_kl_div": ()}  # others on an 
 def test_every_committed_row_is_declared_with_the_bytes_and_products_that_it_was_measured_by(
     operator: Operator, device: str
 ) -> None:
-    """The files of `eaves bench` and of both protocols; GB/s by ms are the bytes of a row."""
+    """Covers the files of `eaves bench` and of both protocols. A file's GB/s times its ms are the bytes of the row."""
     device_type = "cuda" if device.startswith("nvidia") else "cpu"
     declared = {
         words(row.case): row
@@ -67,7 +68,8 @@ def test_every_committed_row_is_declared_with_the_bytes_and_products_that_it_was
         name = operator.name if protocol == "kernel" else f"{operator.name}_{protocol}"
         path = RESULTS / device / f"{name}.json"
         measured = [row for row in json.loads(path.read_text())["rows"] if row["ms"]] if path.exists() else []
-        if protocol == "kernel":  # which has more rows, of kernels alone
+        # The kernels' files also have rows that only `eaves bench` measures.
+        if protocol == "kernel":
             measured = [row for row in measured if words(row) in declared]
         if protocol == "autograd":
             assert measured
@@ -81,7 +83,8 @@ def test_every_committed_row_is_declared_with_the_bytes_and_products_that_it_was
 
 @each_operator
 def test_the_inputs_of_a_row_are_its_bytes(operator: Operator) -> None:
-    """What a call reads is among its inputs, and each set has other numbers. (The lse is kept by the forward.)"""
+    """A call's inputs hold the bytes that it reads, and each set has other numbers. (The forward keeps the lse, so a
+    backward reads more.)"""
     for row in operator.rows(Request("quick", "cpu", "bf16", has_dtype=False)):
         if row.read_bytes + row.write_bytes < 2**21:
             inputs, again, other = (row.make_inputs(CPU, seed) for seed in (3, 3, 4))
@@ -153,12 +156,12 @@ def test_the_limit_is_the_products_with_the_gradient_of_the_row(
         torch.testing.assert_close(product, gradient)
 
 
-# ------------------------------------------------------------------------------------------ who computes the same thing
+# --------------------------------------------------------------------------------------- providers with the same result
 
 
 @each_operator
 def test_who_runs_here_agrees_on_each_option(operator: Operator) -> None:
-    """Each mode and option once, in the first row that has it: the smallest."""
+    """Runs each mode and option once, in the first row that has it, which is the smallest."""
     here = [each for each in run.installed(operator.providers, CPU) if each.name != "torch.compile"]
     rows: dict[str, Row] = {}
     for row in operator.rows(Request("quick", "cpu", "bf16", has_dtype=False)):
@@ -174,7 +177,8 @@ def test_who_runs_here_agrees_on_each_option(operator: Operator) -> None:
 
 
 def test_on_a_gpu_eaves_and_torch_agree(cuda: torch.device) -> None:
-    """What a peer computes is not tested here: where it is wrong, or fails, its cell says so."""
+    """The results of other libraries are not tested here: if one is wrong or fails, the benchmark says so in its
+    cell."""
     for operator in OPERATORS:
         harness, done = Harness(cuda, "autograd", repetitions=1), set()
         both = [each for each in operator.providers if each.name in ("eaves", "torch")]
@@ -187,7 +191,7 @@ def test_on_a_gpu_eaves_and_torch_agree(cuda: torch.device) -> None:
                 assert "wrong" not in found["torch"], (row.case, found)
 
 
-# Peers run on GPUs alone: a stand-in has the name that the package has.
+# The peers need a GPU, so a stand-in module takes the package's name.
 
 
 def pretend_installed(monkeypatch: pytest.MonkeyPatch, module: str, **names: object) -> None:
@@ -223,7 +227,7 @@ def test_what_providers_lack_is_named() -> None:
 
 def test_quack_is_its_one_kernel_for_a_sum_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel(logits: Tensor, targets: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
-        """The losses, and the gradient of their sum over the logits."""
+        """Returns the losses, and writes the gradient of their sum over the logits."""
         assert keywords == {"weight": None, "return_dx": True, "inplace_backward": True} and not logits.requires_grad
         losses = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
         gradient = torch.softmax(logits.float(), -1)

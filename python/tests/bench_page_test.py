@@ -1,4 +1,4 @@
-"""Tests of what `python benchmarks` says of results: tables, sentences, curves, and the pages of a folder."""
+"""Tests of the text that `python benchmarks` makes of results: tables, sentences, curves, and the pages of a folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TWO_LENGTHS = [
 
 @pytest.fixture
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are most of a page's time."""
+    """Drawing curves takes most of a page's time, so matplotlib counts as not installed."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "bench.plot", raising=False)
     monkeypatch.delattr("bench.plot", raising=False)
@@ -108,7 +108,7 @@ def test_the_rows_where_a_peer_is_faster_or_takes_less_memory() -> None:
         *entries("fwd", 131072, eaves=(10, 64), torch=(9.8, 32), fla=(40, 128), limit=(8, 32)),
     ]
     assert tables.slower(tables.tables(lines))[1:] == [
-        # 0.98, the time of torch over 131072, is within the noise.
+        # The time of torch at 131072 is 0.98 of eaves' time, which is within the noise.
         ["toy", "forward", "time", "1 of 2", "n 1024", "0.500", "fla, n 1024, dim 16, fp32"],
         ["toy", "forward", "memory", "1 of 2", "n 131072", "0.500", "torch, n 131072, dim 16, fp32"],
     ]
@@ -118,7 +118,8 @@ def test_the_rows_where_a_peer_is_at_least_as_good_in_time_and_memory() -> None:
     def columns(n: int, **peers: Any) -> list[Entry]:
         return entries("fwd", n, eaves=(1, 100), eaves_memory=(2, 50), **peers, limit=(1, 10))
 
-    # Slower than eaves, in more memory than eaves-memory: this much is no difference. And one that only trades.
+    # torch is slower than eaves and takes a little more memory than eaves-memory, within the margin that counts as
+    # equal. At 1024 fla only trades time for memory.
     lines = columns(1024, torch=(1.2, 51), fla=(30, 20)) + columns(131072, torch=(1.5, 50), fla=(2.04, 40))
     assert tables.as_good(tables.tables(lines) + tables.tables(columns(1024, torch=(1.2, 52), fla=(2, 50))))[1:] == [
         ["toy", "forward", "eaves-memory", "torch", "2 of 3", "n 1024, 131072", "0.600 to 0.750", "1.00 to 1.02"],
@@ -136,7 +137,7 @@ def test_curves_are_png_files_with_a_panel_for_each_table(tmp_path: Path) -> Non
     paths = plot.draw(tmp_path, "toy", "autograd", tables.tables(lines), "a device")
     assert [path.name for path in paths] == ["toy-time.png", "toy-memory.png", "toy-all-memory.png"]
     assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in paths)
-    assert struct.unpack(">I", paths[0].read_bytes()[16:20])[0] >= 600  # pixels wide
+    assert struct.unpack(">I", paths[0].read_bytes()[16:20])[0] >= 600  # width in pixels
     first = paths[0].read_bytes()
     plot.draw(tmp_path, "toy", "autograd", tables.tables(lines), "a device")
     assert paths[0].read_bytes() == first
@@ -171,7 +172,7 @@ def test_without_an_operator_all_of_them_are_measured_by_both_protocols_and_draw
 
 
 def put(folder: Path, lines: list[Entry], protocol: str = "autograd", **head: object) -> Path:
-    """A result file of the operator toy."""
+    """Writes a result file of the operator toy."""
     path = folder / f"toy_{protocol}.json"
     results.write(path, results.result(lines, CPU, protocol) | head)
     return path
@@ -225,7 +226,7 @@ def test_a_file_that_is_no_result_is_refused_in_one_sentence(spoil: Any, tmp_pat
     assert str(raised.value).startswith(f'"{path}"') and "\n" not in str(raised.value)
 
 
-# ---------------------------------------------------------------------------------------------------- what is committed
+# ------------------------------------------------------------------------------------------------------ committed files
 
 COMMITTED = [
     PROGRAM / "results" / name / "README.md" for name in ("intel-xeon", "nvidia-h100-80gb-hbm3", "nvidia-h200")
@@ -238,7 +239,7 @@ def test_committed_pages_are_what_their_files_say(path: Path) -> None:
     drawn = page.texts(folder)
     for name, text in drawn.items():
         assert (path.parent / name).read_text() == text, f"python benchmarks page {path.parent} draws it again"
-    # Each curve is on a page.
+    # Every curve's file has a link on a page.
     linked = set(re.findall(r"\]\((plots/[^)]*)\)", "".join(drawn.values())))
     files = {f"plots/{each.name}" for each in path.parent.glob("plots/*.png")}
     assert linked == files - {"plots/jax.png", "plots/train_language_model.png"} and linked
@@ -248,7 +249,7 @@ def test_committed_pages_are_what_their_files_say(path: Path) -> None:
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.parent.name)
 def test_every_committed_number_is_on_a_page(path: Path) -> None:
-    """Each row of each file: the time and the memory of every provider that was measured, below a title of its own."""
+    """Looks up each row of each file: the time and the memory of every measured provider, below the row's own title."""
     text = "".join(page.texts(page.Folder(path.parent, OPERATORS)).values())
     for file in [*path.parent.glob("*_autograd.json"), *path.parent.glob("*_accumulate.json")]:
         for table in tables.tables(json.loads(file.read_text())["rows"]):

@@ -1,4 +1,4 @@
-"""Tests of `python benchmarks published`: its tables are the documents' tables, and measured rows are kept."""
+"""Tests of `python benchmarks published`: it prints the tables of the documents, and measured rows are kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ each_document = pytest.mark.parametrize("document", DOCUMENTS.values(), ids=lamb
 
 
 def drawn(text: str) -> list[tuple[str, list[str], list[str]]]:
-    """Title, names of columns, and labels of rows of each table in a text, in order."""
+    """Returns the title, the column names and the row labels of each table in a text, in order."""
     found = []
     for heading, lines in re.findall(r"^(\S+:)\n((?:[ \d].*\n)+)", text, re.M):
         first, *rows = lines.splitlines()
@@ -71,7 +71,7 @@ def test_titles_columns_and_rows_of_the_page_are_the_documents(document: Documen
         assert found[2] == rows
         here = [column for column in found[1] if not column.startswith("published ")]
         assert here[:3] == [axis, "eaves", "limit"]
-        # The documents' order; FLA has one column more.
+        # The columns have the documents' order; FLA has one column more.
         assert [column for column in columns if column in here] == [each for each in here[3:] if "dtype" not in each]
         behind = [f"published {column}" for column in columns] if document.card == "H100" else []
         assert found[1][len(here) :] == behind
@@ -105,7 +105,7 @@ def test_a_difference_is_one_line_with_its_cause_and_a_missing_number_is_said() 
     assert "float32" in line and "accumulate_grad_in_fp32=False" in line
     assert "- Left out: `tr_jg`, `tr`, `tr_lce` (not installed, or not for this device).\n" in text
     assert "- Not measured yet, in whole or in part: `fla-weight-dtype`.\n" in text
-    # Within a tenth there is no line.
+    # A difference within a tenth gets no line.
     memory = Table("lce-memory-x", "v", (8.0,), {"to": (100.0,)})
     assert published.differences(DOCUMENTS["logsumexp"], memory, {"to": [109.0], "published to": [100.0]}) == []
 
@@ -123,7 +123,7 @@ TOY = Document(
 
 @pytest.fixture
 def measured_rows(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The rows that were measured, of the toy, which is the only document."""
+    """Replaces the documents by the toy alone, and records which of its rows are measured."""
     monkeypatch.setattr(published, "documents", lambda: {"toy": TOY})
     rows: list[str] = []
     measure = Harness.measure

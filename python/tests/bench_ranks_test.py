@@ -1,4 +1,4 @@
-"""`python benchmarks ranks`: the cost of ranks, here on the CPU, with few and small rows."""
+"""`python benchmarks ranks`: the cost of ranks, on the CPU with few and small rows."""
 
 import json
 import subprocess

@@ -1,4 +1,5 @@
-"""Tests of the program `python benchmarks`: arguments, what it prints, result files. No claim about speed."""
+"""Tests of the program `python benchmarks`: arguments, printed text, result files. The tests claim nothing about
+speed."""
 
 from __future__ import annotations
 
@@ -38,19 +39,19 @@ from bench_toy import (  # noqa: F401
 
 @pytest.fixture(autouse=True)
 def no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is a row unsteady: summaries leave out such rows."""
+    """Draws no pages and calls no row unsteady, because summaries leave out unsteady rows."""
     monkeypatch.setattr(page, "draw", lambda *arguments: None)
     monkeypatch.setattr(tables, "UNSTEADY", math.inf)
 
 
 def measured(folder: Path, argv: list[str], *operators: Operator) -> list[dict[str, Any]]:
-    """The rows of the result files, by the protocol autograd."""
+    """Measures by the protocol autograd and returns the rows of the result files."""
     assert main([*argv, *QUICK, "--protocol", "autograd", "--results", str(folder)], operators) == 0
     files = [folder / DEVICE / f"{operator.name}_autograd.json" for operator in operators]
     return [row for file in files if file.exists() for row in json.loads(file.read_text())["rows"]]
 
 
-# ----------------------------------------------------------------------------------------------------- what it measures
+# --------------------------------------------------------------------------------------------------------- measurements
 
 
 def test_the_program_prints_time_and_memory_of_both_directions_and_ends_with_a_summary(
@@ -213,7 +214,7 @@ def test_from_any_folder_one_command_measures_a_shape_beside_torch_compile(tmp_p
     assert {"eaves", "torch", "torch.compile", "limit"} <= set(names), result.stdout
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ---------------------------------------------------------------------------------------------------- refused arguments
 
 
 @pytest.mark.parametrize(

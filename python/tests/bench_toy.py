@@ -1,4 +1,4 @@
-"""What the tests of `python benchmarks` measure: a small operator, good and bad providers, made-up lines."""
+"""Material for the tests of `python benchmarks`: a small operator, good and bad providers, and made-up lines."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ TOY = ["toy", *QUICK]
 
 @pytest.fixture(autouse=True)
 def small_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A last cache of 64 KiB: reading real ones is most of a test's time, and so is collecting garbage before a row."""
+    """Sets the last-level cache to 64 KiB and skips garbage collection: flushing real caches and collecting before each
+    row would take most of a test's time."""
     monkeypatch.setattr(timing, "last_cache_bytes", lambda device: 2**16)
     monkeypatch.setattr(harness.gc, "collect", lambda *generation: 0)
 
 
-# A toy: out = sum of exp(x) over the last axis, x [DIM, n] in float32, n = 8 and 64.
+# The toy operator: out = sum of exp(x) over the last axis, x [DIM, n] in float32, n = 8 and 64.
 
 
 def exp_sum(x: Tensor) -> Tensor:
@@ -80,11 +81,11 @@ def measure_one(row: Row, *providers: Provider, protocol: str = "autograd") -> d
     return {entry["provider"]: entry for entry in entries}
 
 
-# Lines that were not measured.
+# Made-up lines, not measured.
 
 
 def entries(mode: Mode, n: int, op: str = "toy", options: dict[str, Any] | None = None, **columns: Any) -> list[Entry]:
-    """A line for each column: (ms, MiB), or the reason why it has no number."""
+    """Makes a line for each column: (ms, MiB), or the reason why it has no number."""
     case = {"op": op, "mode": mode, "dtype": "fp32", "shape": {"dim": DIM, "n": n}, "options": options or {}}
     lines = []
     for name, column in columns.items():

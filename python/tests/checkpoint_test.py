@@ -1,6 +1,5 @@
-"""Every operator with autograd's other ways to keep tensors: an activation checkpoint of either kind, whole and
-selective, hooks of saved tensors, and tensors kept on the CPU. Results and gradients equal the plain call's, bit for
-bit."""
+"""Every operator with autograd's other ways to keep tensors: activation checkpoints of both kinds, whole and selective,
+hooks of saved tensors, and saved tensors on the CPU. Results and gradients equal the plain call's bit for bit."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ def probabilities_of(x: Tensor) -> Tensor:
 
 
 def tokens_of(x: Tensor) -> Tensor:
-    """K of each row."""
+    """Returns K tokens of each row."""
     return torch.stack([classes_of(x), classes_of(x).flip(0), torch.arange(ROWS, device=x.device)], 1)
 
 
@@ -47,12 +46,12 @@ def weights_of(x: Tensor) -> Tensor:
 
 
 def made_of(values: dict[str, Any], x: Tensor) -> dict[str, Any]:
-    """The options of a call; a function among them takes the hidden states."""
+    """Returns the options of a call; functions among the values are called with the hidden states."""
     return {name: value(x) if callable(value) else value for name, value in values.items()}
 
 
 def on_logits(function: Callable[..., Any], target: Callable[[Tensor], Tensor], **options: Any) -> Call:
-    """With the logits made in front of the call, so that they may be written over."""
+    """Computes the logits before the call, so that the call may overwrite them."""
     return lambda x, head, bias: function(F.linear(x.sin(), head, bias), target(x), **made_of(options, x))
 
 
@@ -113,9 +112,10 @@ for reduction in REDUCTIONS:
     for divergence in DIVERGENCES:
         CALLS[f"linear_kl_div {divergence} {reduction}"] = partial(kl_div, divergence=divergence, reduction=reduction)
 
-# Which of x, head and bias require a gradient: all, a frozen head, a frozen body.
+# Which of x, head and bias require a gradient: all; x alone (a frozen head); the head alone (a frozen body).
 WANTED = ((True, True, True), (True, False, False), (False, True, False))
-DTYPES = (torch.float32, torch.float16)  # of float16 gradients are computed in the backward alone
+# With float16 the gradients are computed in the backward, never with the loss.
+DTYPES = (torch.float32, torch.float16)
 
 
 def leaves_of(wanted: Sequence[bool], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -125,8 +125,8 @@ def leaves_of(wanted: Sequence[bool], dtype: torch.dtype, device: torch.device) 
 
 
 def results(call: Call, leaves: Sequence[Tensor], count: int = 1) -> list[list[Any]]:
-    """The results of the call, and the gradients of `count` backwards over its graph."""
-    torch.manual_seed(5)  # for tensors that the call draws
+    """Returns the results of the call and the gradients of `count` backwards over its graph."""
+    torch.manual_seed(5)  # for random tensors that the call itself draws
     outputs = [tensor for tensor in tree_leaves(call(*leaves)) if isinstance(tensor, Tensor)]
     followed = [tensor for tensor in outputs if tensor.requires_grad]
     upstream = [torch.linspace(0.5, 2, t.numel(), device=t.device).view(t.shape).to(t) for t in followed]
@@ -142,7 +142,7 @@ def results(call: Call, leaves: Sequence[Tensor], count: int = 1) -> list[list[A
 def assert_same_bits(
     actual: list[list[Any]], expected: list[list[Any]], what: str, but_for_order: bool = False
 ) -> None:
-    """`but_for_order`: but for the order of sums."""
+    """`but_for_order`: allows the differences of another order of summation."""
     for a, e in zip(actual, expected, strict=True):
         for ours, theirs in zip(a, e, strict=True):
             assert (ours is None) == (theirs is None), what
@@ -164,7 +164,9 @@ def test_in_a_checkpoint(name: str, use_reentrant: bool, any_device: torch.devic
     call = (CALLS | IN_PLACE)[name]
     for what, wanted, dtype in for_each_case(any_device):
         expected = results(call, leaves_of(wanted, dtype, any_device))
-        if use_reentrant:  # the first forward wants no gradient, and computes as such a call
+        # The reentrant checkpoint runs its first forward under no_grad, so its results are compared with a call under
+        # no_grad.
+        if use_reentrant:
             torch.manual_seed(5)
             with torch.no_grad():
                 outputs = tree_leaves(call(*leaves_of(wanted, dtype, any_device)))
@@ -175,7 +177,7 @@ def test_in_a_checkpoint(name: str, use_reentrant: bool, any_device: torch.devic
 
 @contextmanager
 def counted(most: int) -> Iterator[None]:
-    """Counts how often each saved tensor is asked for."""
+    """Counts how often each saved tensor is unpacked, and allows at most `most` times."""
     asked: list[int] = []
 
     def pack(tensor: Tensor) -> tuple[int, Tensor]:
@@ -216,8 +218,8 @@ def test_with_saved_tensors_on_the_cpu(name: str, any_device: torch.device) -> N
         expected = results(call, leaves_of(wanted, dtype, any_device))
         with save_on_cpu(pin_memory=any_device.type == "cuda"):
             actual = results(call, leaves_of(wanted, dtype, any_device))
-        # On a GPU a head comes back contiguous, which PyTorch's product in front of a call had transposed, and the
-        # product adds up in another order.
+        # On a GPU a transposed head comes back contiguous, so PyTorch's product in front of the call adds up in another
+        # order.
         assert_same_bits(actual, expected, what, but_for_order=any_device.type == "cuda")
 
 

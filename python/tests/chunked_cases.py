@@ -1,5 +1,5 @@
-"""Cases of heads in chunks of rows, linear_kl_div and linear_log_prob of several tokens: the formulas in float64 with
-autograd's gradients, tensors, and a count of the products and bytes of a call."""
+"""Cases for the operators that take a head in chunks of rows, linear_kl_div and linear_log_prob of several tokens: the
+formulas in float64 with autograd's gradients, input tensors, and a counter of a call's products and bytes."""
 
 import math
 import weakref
@@ -33,7 +33,7 @@ def gradients_by_autograd(total: Tensor, leaves: list[Tensor | None]) -> Gradien
 
 
 def by_the_formula(log_s: Tensor, log_t: Tensor, divergence: str, beta: float) -> Tensor:
-    """Of rows of log-probabilities, all finite."""
+    """Divergence of each row of log-probabilities, which are all finite."""
 
     def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
         return (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -65,7 +65,7 @@ class DivergenceOracle:
         ignore_index: int = IGNORED,
         reduction: str = "mean",
         normalizer: float | None = None,
-        workspace_bytes: int | None = None,  # changes nothing
+        workspace_bytes: int | None = None,  # accepted and ignored
     ) -> None:
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         self.leaves = [exact(each, True) for each in (hidden, head, bias)]
@@ -83,8 +83,9 @@ class DivergenceOracle:
 
         self.divergence = reduced(rows)
         with torch.no_grad():
-            # The scale is that of a row's terms as if no two logarithms cancelled, and no logit and its lse. Beside it,
-            # a product of float32 is off by a share of its size, and an error of a logit is one of each logarithm.
+            # The scale of a row is the sum of its terms' magnitudes, as if neither two logarithms nor a logit and its
+            # lse cancelled. A float32 product adds an error proportional to its size, and an error of a logit is an
+            # error of each logarithm.
             p = log_s.exp() + log_t.exp()
             largest = torch.maximum(*(z.abs().amax(-1) for z in logits))
             scale = (p * (log_s.abs() + log_t.abs())).sum(-1) + 2 * largest + 1
@@ -102,7 +103,8 @@ class DivergenceOracle:
 
 
 class TokensOracle:
-    """Both log-probabilities in float64, from the tensors as they were rounded; `weight` None: x are the logits."""
+    """Log-probabilities in float64, from logits or from a head, with the tensors as they were rounded; `weight=None`
+    means that x are the logits."""
 
     def __init__(
         self,
@@ -140,8 +142,8 @@ class TokensOracle:
         self.sum_sq = torch.where(row_counts, p.square().sum(-1), 0.0).detach()
         self.mean_logit = torch.where(row_counts, z.mean(-1), 0.0).detach()
         self.is_top1 = ((self.argmax.unsqueeze(-1) == t) & self.counts).reshape(tokens.shape)
-        # As of the losses: an error is a share of the largest logit. A product of float32 is off by a share of its
-        # size, and an error of a logit is one of its row's log-probabilities, twice.
+        # As in the losses, an error is a share of the largest logit. A float32 product adds an error proportional to
+        # its size, and an error of a logit enters its row's log-probabilities twice.
         with torch.no_grad():
             largest = z.abs().amax(-1) + 1
             product = torch.zeros_like(largest)
@@ -181,14 +183,14 @@ def heads(
     teacher: int = 31,
     deviation: float = 0.5,
 ) -> list[Tensor]:
-    """hidden, head, teacher_hidden, teacher_head."""
+    """Returns hidden, head, teacher_hidden and teacher_head."""
     generator = torch.Generator().manual_seed(5)
     shapes = ((*rows, student), (classes, student), (*rows, teacher), (classes, teacher))
     return [(deviation * torch.randn(shape, generator=generator)).to(device, dtype) for shape in shapes]
 
 
 def chosen_tokens(rows: tuple[int, ...], places: int | None, classes: int, device: torch.device) -> Tensor:
-    """With a token twice in a row, places that are ignored, and whole rows that are."""
+    """Returns tokens with a duplicate in a row, ignored places, and wholly ignored rows."""
     generator = torch.Generator().manual_seed(3)
     shape = rows if places is None else (*rows, places)
     tokens = torch.randint(classes, shape, generator=generator)
@@ -207,7 +209,7 @@ def temperatures(rows: tuple[int, ...], device: torch.device, dtype: torch.dtype
 
 
 def uneven(found: Tensor) -> Tensor:
-    """An upstream gradient of both signs."""
+    """Returns an upstream gradient of both signs."""
     numbers = torch.linspace(-1, 2, found.numel(), dtype=found.dtype, device=found.device)
     return numbers.view(found.shape) if found.dim() else torch.full_like(found, -1.5)
 
@@ -215,7 +217,7 @@ def uneven(found: Tensor) -> Tensor:
 def differentiated(
     tensors: list[Tensor], bias: Tensor | None, upstream_of: Callable[[Tensor], Tensor], **options: Any
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """The divergence, its upstream gradient, and the gradients of hidden, head and bias."""
+    """Returns the divergence, its upstream gradient, and the gradients of hidden, head and bias."""
     student = [each.detach().requires_grad_() for each in tensors[:2]]
     bias = None if bias is None else bias.detach().requires_grad_()
     found = eaves.linear_kl_div(*student, *tensors[2:], bias=bias, **options)
@@ -227,7 +229,7 @@ def differentiated(
 
 
 def assert_gradients(found: Any, exact: Gradients, what: str = "") -> None:
-    """Each by the dtype that it has: a bias may be wider or narrower than its head."""
+    """Judges each gradient by its own dtype: a bias may be wider or narrower than its head."""
     for index, gradient in enumerate(found):
         alone = [gradient if other == index else None for other in range(3)]
         if gradient is not None:
@@ -235,7 +237,7 @@ def assert_gradients(found: Any, exact: Gradients, what: str = "") -> None:
 
 
 class Watching(TorchDispatchMode):
-    """Counts products, and the bytes that live at once in tensors made by the calls that it sees."""
+    """Counts products, and the bytes that are alive at once in tensors made by the calls that it sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +259,7 @@ class Watching(TorchDispatchMode):
         return out
 
 
-# The arguments of a head of [5, 3] that are wrong, the kind of the error and a part of its sentence.
+# Wrong arguments for a head of [5, 3], the error's type and a part of its message.
 OF_HEADS: list[Call] = [
     ({"hidden": None}, TypeError, r"hidden is a NoneType, expected a torch\.Tensor"),
     ({"hidden": torch.zeros(4, 3).long()}, ValueError, "hidden has dtype int64, expected a floating-point type"),

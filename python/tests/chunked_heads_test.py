@@ -1,5 +1,6 @@
-"""The common contract of heads in chunks of rows, linear_kl_div with each reduction and linear_log_prob of several
-tokens: repeated backwards, autocast, torch.compile, refused transforms, products and memory."""
+"""The common contract of the operators that take a head in chunks of rows, linear_kl_div with each reduction and
+linear_log_prob of several tokens: repeated backwards, autocast, torch.compile, refused transforms, products and
+memory."""
 
 import math
 from typing import Any
@@ -30,7 +31,7 @@ CLASSES, ROWS = 33, (3, 5)
 
 
 def result(way: str, x: Tensor, head: Tensor, **options: Any) -> Tensor:
-    """Of 24 features and 33 classes, where each third row does not count."""
+    """Returns the result for 24 features and 33 classes; every third row is ignored."""
     if way == "tokens":
         return eaves.linear_log_prob(x, head, tokens_on(x.device), **options)
     teacher = [each.to(x.dtype) for each in heads(torch.float32, x.device)[2:]]
@@ -59,7 +60,7 @@ def test_only_gradients_that_are_wanted_are_there(wanted: tuple[bool, ...], way:
     found = result(way, x, head, bias=bias)
     found.backward(uneven(found))
     assert tuple(each.grad is not None for each in tensors) == wanted
-    # That of the bias is the sum of the logits', before these are rounded.
+    # The bias gradient sums the logits' gradients before these are rounded.
     assert_gradients([each.grad for each in tensors], oracle_of(way, x, head, bias).gradients(uneven(found)))
 
 
@@ -72,7 +73,7 @@ def test_a_second_backward_gives_the_same(dtype: torch.dtype, way: str, device: 
     first = torch.autograd.grad(found, given, upstream, retain_graph=True)
     copies = [each.clone() for each in first]
     if way == "tokens":
-        found.mul_(1)  # the backward's own tensors are not handed out
+        found.mul_(1)  # changes the result in place: the backward must not read it
     (grad, *_) = torch.autograd.grad(found, given, upstream, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"^linear_\w+: there is no second derivative"):
         torch.autograd.grad(grad.sum(), given)
@@ -122,7 +123,7 @@ def test_int32_targets_are_compared_with_all_of_ignore_index(way: str, device: t
 @each("name", ("linear_kl_div", "linear_log_prob", "log_prob"))
 def test_forward_mode_transforms_and_export_are_refused(name: str, any_device: torch.device) -> None:
     x, head, y, teacher = heads(torch.float32, any_device)
-    tokens = chosen_tokens(ROWS, 3, 24, any_device)  # x as logits have 24 classes
+    tokens = chosen_tokens(ROWS, 3, 24, any_device)  # as logits, x has 24 classes
     others, axes = {
         "linear_kl_div": ((head, y, teacher), (0, None, 0, None)),
         "linear_log_prob": ((head, tokens), (0, None, 0)),
@@ -175,7 +176,7 @@ def test_torch_compile_leaves_it_as_it_is(way: str, any_device: torch.device) ->
             assert_agree(compiled(*given, divisor), loss(*given, divisor))
 
 
-# ------------------------------------------------------------------------------------------------------------ the costs
+# ---------------------------------------------------------------------------------------------------------------- costs
 
 
 @each("case", [
@@ -204,14 +205,14 @@ def test_no_more_memory_is_taken_than_was_asked_for(
     rows, classes, places, limit = 1000, 2003, 8, 1 << 20
     x, head, *teacher = heads(dtype, device, (rows,), classes, 16, 24)
     given = [x.requires_grad_(), head.requires_grad_()]
-    of_gradients = 2 * 4 * (rows * 16 + classes * 16)  # in float32, and as they are handed out
+    of_gradients = 2 * 4 * (rows * 16 + classes * 16)  # the sums in float32, and the returned gradients
     with Watching() as watching:
         if way == "tokens":
             found = eaves.linear_log_prob(
                 *given, chosen_tokens((rows,), places, classes, device), temperature=temperatures((rows,), device),
                 softcap=option, workspace_bytes=limit, grad_weight_dtype=torch.float32,
             )  # fmt: skip
-            least, largest, of_rows = limit / 4, limit / 4, 100 * rows * places  # numbers of places and rows
+            least, largest, of_rows = limit / 4, limit / 4, 100 * rows * places  # a few numbers per place and row
         else:
             bias = torch.zeros(classes, device=device)
             bias[3] = -math.inf
@@ -220,9 +221,10 @@ def test_no_more_memory_is_taken_than_was_asked_for(
                 *given, *teacher, targets=target, teacher_bias=bias, bias=bias, divergence=option, reduction=way,
                 workspace_bytes=limit,
             )  # fmt: skip
-            # Kernels need the two logits, and in 16 bits the gradient, of one chunk or of four.
+            # The CUDA kernels need the logits of student and teacher for one chunk and, in 16 bits, the gradient of the
+            # logits for one chunk or four.
             largest = limit / 2 if device.type == "cuda" else limit / 12
-            least, of_rows = limit / 2, 200 * rows + 3 * 4 * classes  # of rows, and of biases
+            least, of_rows = limit / 2, 200 * rows + 3 * 4 * classes  # a few numbers per row, and the biases
         found.sum().backward()
     assert least < watching.peak < limit + of_gradients + of_rows
     assert watching.largest <= largest, "a tensor of more than a chunk"
@@ -233,7 +235,7 @@ def test_no_more_memory_is_taken_than_was_asked_for(
 def test_of_logits_there_is_no_second_tensor_of_their_size_but_for_the_gradient(
     is_in_place: bool, has_temperatures: bool
 ) -> None:
-    rows, classes = 300, 50257  # 60 MB in float32
+    rows, classes = 300, 50257  # the logits have 60 MB in float32
     leaf = torch.zeros(rows, classes, requires_grad=True)
     logits = leaf * 1
     tokens = chosen_tokens((rows,), 4, classes, torch.device("cpu"))

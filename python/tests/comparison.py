@@ -1,7 +1,7 @@
-"""How far a result may be from the float64 oracle, and the oracles.
+"""The oracles in float64, and the allowed distance of a result from them.
 
-The contract is that of docs/numerics.md; testing/tolerance.h says the same for the C++ tests. Nothing here is tuned to
-an implementation. Tests that compare two computations in float32, and not with an oracle, say theirs.
+docs/numerics.md states the contract; testing/tolerance.h has the same bounds for the C++ tests. Nothing here is tuned
+to an implementation. Tests that compare two float32 computations, without an oracle, state their own tolerance.
 """
 
 import math
@@ -19,13 +19,13 @@ _SMALLEST_EXPONENT = {torch.float16: -14, torch.bfloat16: -126, torch.float32: -
 
 
 def unit_in_last_place(dtype: torch.dtype, value: Tensor) -> Tensor:
-    """Distance between neighbouring numbers of `dtype` around `value`."""
+    """Returns the distance between neighbouring numbers of `dtype` around `value`."""
     exponent = torch.frexp(value.nan_to_num(0.0, 0.0, 0.0)).exponent.double() - 1
     return torch.exp2(exponent.clamp(min=_SMALLEST_EXPONENT[dtype]) - _MANTISSA_BITS[dtype])
 
 
 def allowed_error(dtype: torch.dtype, exact: Tensor, scale: Tensor) -> Tensor:
-    """The bound on |result - exact|. `scale` is the size of the row that the result comes from.
+    """Returns the bound on |result - exact|. `scale` is the size of the row that the result comes from.
 
     float32            2e-6 of the scale
     float16, bfloat16  half a unit in the last place of the exact value, and 1e-6
@@ -39,21 +39,21 @@ def allowed_error(dtype: torch.dtype, exact: Tensor, scale: Tensor) -> Tensor:
 
 
 class Bound(NamedTuple):
-    """What a result has to be, in float64, and how far from it it may be."""
+    """The exact result in float64 and the allowed error."""
 
     exact: Tensor
     error: Tensor
 
 
 def differences(result: Tensor, bound: Bound) -> str:
-    """Empty when `result` is within the bound; otherwise where it is furthest from it, and by how much."""
+    """Returns "" if `result` is within the bound, else the index of the largest excess and its values."""
     if result.shape != bound.exact.shape:
         return f"shape {tuple(result.shape)}, expected {tuple(bound.exact.shape)}"
     actual, exact = result.detach().cpu().double(), bound.exact
     unit = unit_in_last_place(result.dtype, exact)
     distance = (actual - exact).abs()
     overflows = actual.isinf() & (exact.abs() >= torch.finfo(result.dtype).max + 0.5 * unit) & (actual * exact > 0)
-    # `<=` is false for a NaN, and for an infinity whose distance to itself is NaN.
+    # `<=` is false for NaN, and for an infinity because its distance to itself is NaN.
     right = (distance <= bound.error) | (actual == exact) | (actual.isnan() & exact.isnan()) | overflows
     if right.all():
         return ""
@@ -69,21 +69,22 @@ def differences(result: Tensor, bound: Bound) -> str:
 
 
 def assert_within(result: Tensor, bound: Bound, what: str = "") -> None:
-    """Fails with index, expected, actual and distance where `result` is beyond the bound."""
+    """Fails with index, expected, actual and distance if `result` is beyond the bound."""
     text = differences(result, bound)
     assert not text, f"{what}: {text}" if what else text
 
 
 def assert_agree(actual: Tensor, expected: Tensor) -> None:
-    """Two ways to one result, which may add up in another order: within what torch's own tests allow for its dtype.
+    """Compares two ways to one result that may add up in another order, with the tolerance of torch's own tests for the
+    dtype.
 
-    Whether the result is right, the oracles judge.
+    The oracles judge whether the result is right.
     """
     torch.testing.assert_close(actual, expected)
 
 
 def assert_rounded(result: Tensor, exact: Tensor, roundings: int) -> None:
-    """What torch's own operators made of several rounded numbers, the largest of them around 1."""
+    """Checks a result that torch's own operators made of several rounded numbers, the largest of them around 1."""
     allowed = roundings * 0.5 * unit_in_last_place(result.dtype, torch.tensor(1.0, dtype=torch.float64))
     assert_within(result, Bound(exact.cpu(), allowed.expand_as(exact)))
 
@@ -94,12 +95,12 @@ def assert_rounded(result: Tensor, exact: Tensor, roundings: int) -> None:
 class LogsumexpOracle:
     """logsumexp of `x` over `dims` and its gradient, by the formula, in float64.
 
-    `dims` as in eaves.logsumexp: an int or several, none means all.
+    `dims` as in eaves.logsumexp: an int or several; an empty sequence means all.
     """
 
     def __init__(self, x: Tensor, dims: int | Sequence[int], keepdim: bool = False) -> None:
         self.x = x.detach().cpu().double()
-        # The backward reads lse in float32, in float64 where x is float64.
+        # The backward reads lse in float32, or in float64 if x is float64.
         self.lse_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         rank = max(self.x.dim(), 1)
         named = [dims] if isinstance(dims, int) else list(dims)
@@ -114,23 +115,23 @@ class LogsumexpOracle:
             largest = torch.full(self.kept_shape, -math.inf, dtype=torch.float64)
         else:
             largest = self.x.nan_to_num(-math.inf, math.inf, -math.inf).amax(self.axes, keepdim=True)
-        # An infinite maximum is left out of the difference: exp of the element itself is 0, infinity or NaN, as it
-        # should be.
+        # The anchor of an infinite maximum is 0: exp of the element itself is 0, infinity or NaN, as the formula
+        # requires.
         anchor = torch.where(largest.isfinite(), largest, torch.zeros_like(largest))
         self.lse = (self.x - anchor).exp().sum(self.axes, keepdim=True).log() + anchor
-        # Next to zero, lse is the logarithm of a sum next to 1: an absolute error of 6e-8 in float32, however small it
+        # Near zero, lse is the logarithm of a sum near 1, with an absolute error of 6e-8 in float32 however small lse
         # is. Hence 1/16; testing/tolerance.h has 1/4, for sums of more numbers on a GPU.
         self.scale = torch.maximum(self.lse.abs(), anchor.abs()).clamp(min=1 / 16)
 
     def forward(self, dtype: torch.dtype) -> Bound:
-        """The bound on a result of `dtype`."""
+        """Returns the bound on a result of `dtype`."""
         return Bound(self.lse.view(self.shape), allowed_error(dtype, self.lse, self.scale).view(self.shape))
 
     def backward(self, grad_out: Tensor, dtype: torch.dtype) -> Bound:
-        """The bound on a gradient of `dtype`, whose upstream gradient is `grad_out`.
+        """Returns the bound on the gradient in `dtype` for the upstream gradient `grad_out`.
 
-        The backward's own bound, and what the forward's bound on lse lets through: the gradient is g * exp(x - lse), so
-        an absolute error of lse is a relative error of each gradient.
+        It adds the backward's own error and the effect of the forward's error of lse: the gradient is g * exp(x - lse),
+        so an absolute error of lse is a relative error of each gradient.
         """
         upstream = grad_out.detach().cpu().double().reshape(self.kept_shape)
         exact = upstream * (self.x - self.lse).exp()
@@ -144,16 +145,17 @@ class LogsumexpOracle:
 
 
 def logsumexp_scale(lse: Tensor, largest: Tensor) -> Tensor:
-    """The larger of |lse| and |the largest element|, and at least 1/16; see LogsumexpOracle."""
+    """Returns the larger of |lse| and |the largest element|, and at least 1/16; see LogsumexpOracle."""
     finite = torch.where(largest.isfinite(), largest.abs(), torch.zeros_like(largest))
     return torch.maximum(lse.abs(), finite).clamp(min=1 / 16)
 
 
 class CrossEntropyOracle:
-    """eaves.cross_entropy by the formula, in float64; any target is a distribution here, one class or many.
+    """eaves.cross_entropy by the formula, in float64. The oracle converts every target, one class or probabilities, to
+    a distribution.
 
-    Rows are "the shape of input without the classes", [rows...]; what has classes has them last. The scales are those
-    of testing/tolerance.h: of each result as if what it adds up did not cancel.
+    Tensors per row have "the shape of input without the classes", [rows...]; tensors per class have the classes last.
+    The scales are the same as in testing/tolerance.h: the size of each result as if its terms did not cancel.
     """
 
     def __init__(
@@ -181,7 +183,7 @@ class CrossEntropyOracle:
         self.scale = factor
         self.logits, self.slope = factor * z, torch.full_like(z, factor)
         if softcap is not None:
-            # 1 - tanh^2 would cancel.
+            # 1 / cosh^2 is the derivative of tanh; 1 - tanh^2 would cancel.
             self.slope = factor / (self.logits / softcap).cosh() ** 2
             self.logits = softcap * (self.logits / softcap).tanh()
         self.largest = self.logits.nan_to_num(-math.inf, math.inf, -math.inf).amax(-1)
@@ -250,7 +252,7 @@ class CrossEntropyOracle:
         self.z_loss = Bound(reduced(z_losses), allowed_error(self.result_dtype, reduced(z_losses), reduced(z_scale)))
 
     def bounds(self) -> dict[str, Bound]:
-        """Of each output but argmax."""
+        """Returns the bound of each output but argmax."""
         return {
             "loss": self.loss,
             "lse": Bound(self.lse, self.lse_error),
@@ -270,9 +272,9 @@ class CrossEntropyOracle:
         grad_lse: Tensor | None = None,
         grad_entropy: Tensor | None = None,
     ) -> Bound:
-        """The bound on the gradient of input, of `dtype`, in the layout of input.
+        """Returns the bound on the gradient of input in `dtype`, in the layout of input.
 
-        The backward's own bound, and what the forward's bounds on lse and entropy let through.
+        It adds the backward's own error and the effect of the forward's errors of lse and entropy.
         """
 
         def column(values: Tensor | float | None) -> Tensor:
@@ -295,7 +297,7 @@ class CrossEntropyOracle:
         exact = self.p * (of_mass + of_z_loss + of_lse + in_entropy) - distribution
         exact = (exact + torch.where(hard == 0, zero, hard * p_minus_one)) * self.slope
         has_upstream = self.counts.unsqueeze(-1) | (of_lse != 0) | (of_entropy != 0)
-        exact = torch.where(has_upstream, exact, zero)  # whatever the logits are
+        exact = torch.where(has_upstream, exact, zero)  # rows without an upstream gradient get 0 even if a logit is NaN
 
         rounding = self.logits.abs() / 4 if self.is_transformed else torch.zeros_like(self.logits)
         entropy_terms = torch.where(has_entropy, of_entropy.abs() * (self.log_p.abs() + entropy.abs()), zero)

@@ -1,5 +1,6 @@
-"""Numbers that change from call to call under torch.compile: schedules of a coefficient, the tokens of a batch. Each is
-right, breaks no graph, and is compiled for its first value and once more, or with dynamic=True once, whatever follows.
+"""Options that change from call to call under torch.compile: schedules of a coefficient, the tokens of a batch. Each
+result is right, no graph breaks, and a call compiles for the first value and once more, or once with dynamic=True, for
+any number of values.
 """
 
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def encoded(x: Tensor, head: Tensor, target: Tensor, weight: Tensor, **options: 
 
 LOSSES = (of_logits, of_hidden, recomputed)
 
-# The keyword, and the values that it takes; none of them 0, which means that an option is absent. One function each:
+# The keyword and its values; none is 0, because 0 means that the option is absent. One function each:
 # test_all_numbers_at_once has all three.
 NUMBERS = [
     ("normalizer", (64.5, 60.25, 59.0, 58.0), of_logits, None),
@@ -63,7 +64,7 @@ NUMBERS = [
 
 
 def gradients(function: Callable[..., Tensor], device: torch.device, **options: Any) -> tuple[Tensor, ...]:
-    """The loss and the gradients of x and head."""
+    """Returns the loss and the gradients of x and head."""
     x, head = (tensor.to(device).requires_grad_() for tensor in (HIDDEN.clone(), HEAD.clone()))
     loss = function(x, head, TARGET.to(device), WEIGHT.to(device), **options)
     return loss.detach(), *torch.autograd.grad(loss.sum(), (x, head))
@@ -78,7 +79,7 @@ def check(
     dynamic: bool | None = None,
     backend: str = "aot_eager",
 ) -> None:
-    """Each value gives what the eager call gives, by at most so many compilations."""
+    """Checks that each value gives the result of the eager call, with at most so many compilations."""
     counter = CompileCounterWithBackend(backend)
 
     def compiled(*tensors: Tensor, **options: Any) -> Tensor:
@@ -122,7 +123,7 @@ def test_a_schedule_that_starts_at_zero(
     any_device: torch.device,
     fresh_compiler: None,
 ) -> None:
-    # An absent option is a graph of its own.
+    # An absent option has its own graph.
     check(function, name, values, any_device, 3)
 
 
@@ -222,7 +223,7 @@ def test_a_cuda_graph_does_not_keep_the_number_of_the_first_call(
     for function in LOSSES:
         compiled = torch.compile(lambda *a, f=function: f(*a[:-1], z_loss=a[-1]), fullgraph=True, mode=mode)
         tensors = [each.to(cuda) for each in (HIDDEN, HEAD, TARGET, WEIGHT)]
-        for step in range(1, 8):  # the third call of a value's graph is a replay
+        for step in range(1, 8):  # from the third call on, a graph is replayed
             number = 1e-2 * step
             actual = compiled(*tensors, number).clone()
             torch.testing.assert_close(actual, function(*tensors, z_loss=number), rtol=1e-6, atol=1e-7)

@@ -1,8 +1,8 @@
 """Fixtures of every test: the devices, the seed, and the number of CPU threads.
 
-A test that takes `device` runs on the CPU and on the GPU; one that takes `cuda` needs a GPU. Without a GPU either is
-skipped and counted, with the reason "no GPU". A test of what is written in Python, and so the same for every device,
-takes `any_device`.
+A test that takes `device` runs on the CPU and on the GPU; one that takes `cuda` needs a GPU. Without a GPU both are
+skipped and counted, with the reason "no GPU". A test of code in Python, which is the same for every device, takes
+`any_device`.
 """
 
 import os
@@ -14,25 +14,25 @@ import torch
 
 from ranks import RANKS, Ranks
 
-# torch.compile would start a process for each core.
+# With its default torch.compile starts a process for each core.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
-# pytest-xdist runs as many processes as there are cores. With as many threads in each, they and what they start would
-# wait for one another most of the time.
+# pytest-xdist runs one process per core. With as many threads in each process, they would wait for one another most of
+# the time.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
 
-# For eaves.jax: four devices of the CPU, on which arrays can be cut, and the GPU's memory is PyTorch's too. JAX reads
-# these when it first looks for devices.
+# For eaves.jax: JAX shows the CPU as four devices, so that arrays can be sharded, and leaves GPU memory to PyTorch. JAX
+# reads these variables when it first looks for devices.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # of what the operators are compared with
+os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # for the JAX formulas that the operators are compared with
 
 
 def require_gpus(count: int = 1) -> None:
-    """Skips the running test where there are fewer GPUs than `count`."""
+    """Skips the running test if there are fewer GPUs than `count`."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found == 0:
         pytest.skip("no GPU")
@@ -50,7 +50,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(params=["cpu", "cuda"])
 def jax_device(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Each device that JAX has, as the one on which arrays are made."""
+    """Each device that JAX has, as JAX's default device."""
     jax = pytest.importorskip("jax", reason="JAX is not installed")
     try:
         found = jax.devices(request.param)[0]
@@ -62,7 +62,7 @@ def jax_device(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def jax_cpu() -> Iterator[None]:
-    """Arrays are made on the CPU, also where JAX has a GPU."""
+    """Makes JAX arrays on the CPU even if JAX has a GPU."""
     jax = pytest.importorskip("jax", reason="JAX is not installed")
     with jax.default_device(jax.devices("cpu")[0]):
         yield
@@ -70,13 +70,13 @@ def jax_cpu() -> Iterator[None]:
 
 @pytest.fixture
 def any_device() -> torch.device:
-    """The GPU where there is one, else the CPU."""
+    """The GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture
 def cuda() -> torch.device:
-    """The GPU, for tests of what only a GPU has."""
+    """The GPU, for tests that need one."""
     require_gpus()
     return torch.device("cuda")
 
@@ -91,7 +91,7 @@ def cpu_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def two_cpu_ranks() -> Iterator[Ranks]:
-    """Two, for modules that take long to import."""
+    """Two processes on the CPU, for modules that take long to import."""
     started = Ranks(2)
     yield started
     started.close()
@@ -99,7 +99,7 @@ def two_cpu_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """The same, and on GPUs, where there are two."""
+    """Processes of torch.distributed on the CPU, and on GPUs if there are at least two."""
     if request.param == "cuda":
         require_gpus(2)
         started = Ranks(min(torch.cuda.device_count(), RANKS), "cuda")
@@ -117,7 +117,7 @@ def seed() -> None:
 
 @pytest.fixture
 def cpu_threads() -> Iterator[None]:
-    """Lets a test change the number of CPU threads, and puts it back."""
+    """Lets a test change the number of CPU threads, and restores it."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -130,7 +130,7 @@ def one_thread(cpu_threads: None) -> None:
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    """A group of this process alone."""
+    """A process group of this process alone."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -138,7 +138,8 @@ def process_group() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """Compiled functions of other tests count neither as recompilations nor towards dynamo's limits."""
+    """Resets dynamo, so that compiled functions of other tests count neither as recompilations nor towards its
+    limits."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

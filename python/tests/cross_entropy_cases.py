@@ -1,4 +1,4 @@
-"""cross_entropy as the tests of the whole library call it."""
+"""cross_entropy's cases for the tests that run over every operator."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ NONE, SUM, MEAN = range(3)
 def random_targets(
     shape: tuple[int, ...], classes: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Classes, and where there are several rows at least one that is ignored."""
+    """Returns classes; if there are several rows, at least one is ignored."""
     generator = torch.Generator().manual_seed(13)
     targets = torch.randint(0, classes, shape, generator=generator)
     if targets.numel() > 1:
@@ -33,7 +33,7 @@ def cross_entropy_inputs(batch: int, device: torch.device | str, dtype: torch.dt
 
 
 def cross_entropy_large_inputs(device: torch.device | str) -> tuple[Tensor, ...]:
-    # Few rows, so that each is cut among threads or blocks and its pieces meet in the workspace.
+    # Few rows: each is split among threads or blocks, and its parts meet in the workspace.
     classes = (1 << 20) + 13
     return random_tensor((2, classes), torch.float32, device), torch.tensor([classes - 1, 5], device=device)
 
@@ -80,7 +80,7 @@ def cross_entropy_extension_calls(device: torch.device | str) -> list[tuple[Any,
         ones = torch.ones_like(lse)
         calls.append((ops.cross_entropy_backward.default, (torch.ones_like(loss), ones, ones, *saved)))
         calls.append((ops.cross_entropy_backward.default, (torch.ones_like(loss), None, None, *saved)))
-        # As torch.compile calls them where the numbers change.
+        # The overloads that torch.compile calls when the numbers change.
         number_tensor = torch.tensor(numbers, dtype=torch.float64)
         calls.append((ops.cross_entropy_forward.numbers, (number_tensor, *inputs, everything)))
         calls.append((ops.cross_entropy_backward.numbers, (number_tensor, torch.ones_like(loss), ones, ones, *saved)))
@@ -118,7 +118,7 @@ def cross_entropy_extension_calls(device: torch.device | str) -> list[tuple[Any,
 
 CROSS_ENTROPY = Operator(
     name="cross_entropy",
-    # With an option that changes every class's gradient.
+    # Label smoothing changes the gradient of every class.
     function=lambda logits, targets: eaves.cross_entropy(logits, targets, label_smoothing=0.1),
     torch_function=lambda logits, targets: torch.nn.functional.cross_entropy(logits, targets, label_smoothing=0.1),
     differentiable=(0,),

@@ -1,5 +1,5 @@
-"""eaves.cross_entropy and autograd: what is kept, what has a gradient, and logits that are written over. The numbers
-of every option are in cross_entropy_test.py."""
+"""eaves.cross_entropy and autograd: tensors kept for the backward, arguments with a gradient, and overwritten logits.
+cross_entropy_test.py checks the numbers of every option."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,9 +42,9 @@ def test_argmax_and_z_loss_have_no_gradient(device: torch.device) -> None:
     assert out.loss.requires_grad and not out.argmax.requires_grad and not out.z_loss.requires_grad
 
 
-@each("options", [{}, OPTIONS[-1]])  # the others are in the oracle
+@each("options", [{}, OPTIONS[-1]])  # the oracle's tests cover the others
 def test_finite_differences_agree(options: dict[str, Any], device: torch.device) -> None:
-    # Small, because each element costs two calls. Batched too: torch.vmap over the backward.
+    # The tensor is small because each element costs two calls. gradcheck also runs the backward under torch.vmap.
     logits = random_tensor((3, 2, 4), torch.float64, device, 2.0).requires_grad_()
     weights = (None, torch.tensor([0.5, 1.0, 0.0, 2.0], dtype=torch.float64, device=device))
     targets = (targets_of(logits), probabilities_of(logits.detach()))
@@ -58,7 +58,7 @@ def test_finite_differences_agree(options: dict[str, Any], device: torch.device)
 
 
 def test_a_dense_input_gets_a_gradient_that_lies_as_it_does(device: torch.device) -> None:
-    # Otherwise autograd copies the gradient before it becomes input.grad.
+    # Otherwise autograd would copy the gradient before it becomes input.grad.
     for logits, class_dim in (
         (random_tensor((4, 6), torch.float32, device), -1),
         (random_tensor((4, 6), torch.float32, device).t(), -1),
@@ -87,7 +87,7 @@ def test_only_the_arguments_and_two_numbers_a_row_are_kept_for_the_backward(devi
         inputs = {logits.data_ptr(), target.data_ptr()}
         assert inputs == {t.data_ptr() for t in kept} & inputs, "the tensors themselves, not copies"
         besides = [t for t in kept if t.data_ptr() not in inputs]
-        # The two numbers of each row's lse, and the divisor of the mean.
+        # lse takes two numbers a row, and the mean's divisor one.
         number = 8 if dtype == torch.float64 else 4
         assert sum(t.untyped_storage().nbytes() for t in besides) == (64 * 2 + 1) * number
 
@@ -105,7 +105,7 @@ def test_the_gradient_in_place_reaches_the_leaf_behind_the_logits(device: torch.
 
 
 def test_an_upstream_gradient_in_float32_is_not_rounded_before_it_multiplies(device: torch.device) -> None:
-    # It would be 1 + 2^-7 in bfloat16. In place the gradient is rounded before the product and after it.
+    # In bfloat16 the factor would round to 1 + 2^-7. In place the gradient is rounded before and after the product.
     factor = 1 + 2**-8 + 2**-9
     leaf = random_tensor((20, 300), torch.bfloat16, device).requires_grad_()
     target = targets_of(leaf)
@@ -140,7 +140,7 @@ def test_float16_in_place_is_written_in_the_backward(device: torch.device) -> No
     target = targets_of(leaf)
     logits = leaf * 1
     out = eaves.cross_entropy(logits, target, inplace_backward=True, outputs=("lse", "argmax"))
-    assert torch.equal(logits, leaf)  # for a loss that is never differentiated, too
+    assert torch.equal(logits, leaf)  # the forward writes nothing
     plain = eaves.cross_entropy(leaf, target, outputs=("lse", "argmax"))
     counts = target != -100
     assert torch.equal(out.loss, plain.loss) and torch.equal(out.lse[counts], plain.lse[counts])
@@ -155,14 +155,15 @@ def test_float16_in_place_is_written_in_the_backward(device: torch.device) -> No
 def test_autograd_notices_who_uses_logits_that_were_written_over(dtype: torch.dtype, device: torch.device) -> None:
     leaf = random_tensor((9, 33), dtype, device).requires_grad_()
     logits = leaf * 1
-    if dtype == torch.float16:  # used before, but differentiated after: written over by then
+    # The other use comes before the loss, and its backward after the loss has overwritten the logits.
+    if dtype == torch.float16:
         other = logits.sin().sum()
         loss = eaves.cross_entropy(logits, targets_of(leaf), inplace_backward=True)
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             other.backward()
         return
-    for rows in (slice(9), slice(8)):  # and where a slice is written over
+    for rows in (slice(9), slice(8)):  # the whole tensor, and a slice of it
         logits = leaf * 1
         other = logits.square().sum()  # its backward reads logits
         loss = eaves.cross_entropy(logits[rows], targets_of(leaf[rows]), inplace_backward=True)
@@ -238,7 +239,7 @@ def test_uses_before_logits_are_written_over_keep_their_gradient(
     leaf = random_tensor((3, 9, 33), torch.float32, device).requires_grad_()
     (expected,) = torch.autograd.grad(in_place_of(leaf * 1), leaf)
     logits = leaf * 1
-    before = (2 * logits).sum()  # its backward reads no logits
+    before = (2 * logits).sum()  # its backward does not read the logits
     (grad,) = torch.autograd.grad(in_place_of(shape_of_call(logits)) + before, leaf)
     torch.testing.assert_close(grad, expected + 2)
 
@@ -346,7 +347,7 @@ def test_in_place_logits_that_are_negated_lazily_are_refused(device: torch.devic
         eaves.cross_entropy(logits, targets_of(logits), inplace_backward=True)
 
 
-# How a backward in place is asked for, and what is said.
+# How the test asks for a backward in place, and the error's message.
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"is_grads_batched": True}, NotImplementedError, "^cross_entropy: with inplace_backward no backward has a batch"),
     ({"create_graph": True}, NotImplementedError, r"^cross_entropy: with inplace_backward .*create_graph"),

@@ -1,14 +1,14 @@
 """Combinations of options beside PyTorch: the error of eaves against float64 is no larger than PyTorch's own.
 
-Both get the same logits, already rounded to their dtype. PyTorch's side is what a user writes without eaves:
-F.cross_entropy in the dtype of the logits, soft capping and z-loss in torch's operators around it; and for those who
-want it exact the same of logits.float().
+Both get the same logits, already rounded to their dtype. PyTorch's side is the code that a user writes without eaves:
+F.cross_entropy in the dtype of the logits, with soft capping and z-loss in torch's operators around it. A third column
+computes the same from logits.float(), which is more exact.
 
-In float32 both are a few roundings away from what is exact, and either may be ahead: eaves keeps one float32 for each
-row, the lse, where PyTorch keeps the log-probability of each class. There eaves may also be as far off as the rounding
-of an exact lse makes it.
+In float32 both are a few roundings away from the exact result, and either may be closer: eaves keeps one float32 for
+each row, the lse, and PyTorch keeps the log-probability of each class. So in float32 eaves may also have the error that
+rounding an exact lse to float32 causes.
 
-The tables of docs/numerics.md, worst combination for each dtype and option:
+This command prints the tables of docs/numerics.md, the worst combination for each dtype and option:
 
     python python/tests/cross_entropy_parity_test.py [cuda]
 """
@@ -30,8 +30,9 @@ from pairwise import pairwise
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 REDUCTIONS = ("none", "sum", "mean")
 
-ROWS, CLASSES = 24, 1003  # so that gradients are sums over some rows; a number of classes that no vector divides
-DRAWS = 4  # a reduced loss is one number, whose error is luck
+# Several rows, so that gradients are sums over rows; a number of classes that no vector width divides.
+ROWS, CLASSES = 24, 1003
+DRAWS = 4  # a reduced loss is one number, so its error depends on luck
 
 
 OPTION_NAMES = ("label smoothing", "class weights", "ignored rows", "softcap", "z-loss")
@@ -49,19 +50,19 @@ class Cell(NamedTuple):
     z_loss: float
 
     def properties(self) -> list[str]:
-        """The lines of the table that it counts in."""
+        """Returns the lines of the table that the combination counts in."""
         names = [name for name, option in zip(OPTION_NAMES, self[2:], strict=True) if option]
         return ["all", self.reduction, *(names or ["no option"])]
 
 
 OPTIONS = (REDUCTIONS, (0.0, 0.1), (False, True), (False, True), (None, 15.0), (0.0, 1e-2))
-CELLS = [Cell(dtype, *combination) for dtype in DTYPES for combination in itertools.product(*OPTIONS)]  # of the tables
+CELLS = [Cell(dtype, *combination) for dtype in DTYPES for combination in itertools.product(*OPTIONS)]  # for the tables
 TESTED = [Cell(dtype, *combination) for dtype in DTYPES for combination in pairwise(*OPTIONS)]
 LINES = ("all", "no option", *REDUCTIONS, *OPTION_NAMES)
 
 
 def with_torch(cell: Cell, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-    """The loss in torch's operators, in the dtype of `logits`."""
+    """Returns the loss by torch's operators, in the dtype of `logits`."""
     capped = logits if cell.softcap is None else cell.softcap * torch.tanh(logits / cell.softcap)
     loss = torch.nn.functional.cross_entropy(
         capped, target, weight, reduction=cell.reduction, label_smoothing=cell.smoothing
@@ -76,7 +77,7 @@ def with_torch(cell: Cell, logits: Tensor, target: Tensor, weight: Tensor | None
 
 
 class Errors(NamedTuple):
-    """Relative to the norm of what is exact, over all draws."""
+    """Errors relative to the norm of the exact result, over all draws."""
 
     loss: float
     gradient: float
@@ -86,7 +87,7 @@ PROVIDERS = ("eaves", "torch", "torch of logits.float()")
 
 
 def of_rounded_lse(oracle: CrossEntropyOracle, cell: Cell) -> tuple[Tensor, Tensor]:
-    """By how much loss and gradient are off where lse is off by half a unit in its last place of float32."""
+    """Returns the errors of loss and gradient if lse is off by half a unit in its last place of float32."""
     half = 0.5 * unit_in_last_place(torch.float32, oracle.lse)
     counts = oracle.counts / oracle.divisor
     of_losses = counts * (oracle.row_mass + 2 * cell.z_loss * oracle.lse.abs()) * half
@@ -97,7 +98,8 @@ def of_rounded_lse(oracle: CrossEntropyOracle, cell: Cell) -> tuple[Tensor, Tens
 
 @cache
 def errors_of(cell: Cell, device: str) -> tuple[dict[str, Errors], Errors]:
-    """Of each provider, and what rounding the exact lse to float32 and the exact result to its dtype may cost."""
+    """Returns the errors of each provider, and the errors from rounding the exact lse to float32 and the exact result
+    to its dtype."""
     generator = torch.Generator().manual_seed(29)
     squares = {provider: [0.0, 0.0] for provider in PROVIDERS}
     rounding, exact_squares = [0.0, 0.0], [0.0, 0.0]
@@ -145,14 +147,14 @@ def errors_of(cell: Cell, device: str) -> tuple[dict[str, Errors], Errors]:
 @pytest.mark.parametrize("cell", TESTED, ids=lambda cell: "-".join([str(cell.dtype), *cell.properties()[1:]]))
 def test_the_error_is_no_larger_than_that_of_torch(cell: Cell, device: torch.device) -> None:
     errors, rounding = errors_of(cell, device.type)
-    # Where both are in the last places of float32, which of them is closer is luck: a tenth of the contract's 2e-6.
+    # If both are within the last places of float32, luck decides which is closer: a tenth of the contract's 2e-6.
     luck = 2e-7 if cell.dtype == torch.float32 else 0.0
     for ours, torchs, of_rounding in zip(errors["eaves"], errors["torch"], rounding, strict=True):
         assert ours <= max(torchs, of_rounding, luck), (errors, rounding)
 
 
 def table(device: str) -> str:
-    """Markdown: the combination of each line whose error beside torch's is the worst, and those errors."""
+    """Returns Markdown: for each line the combination with the worst error relative to torch's, and both errors."""
     lines = [
         "| dtype | options | loss: eaves | PyTorch | ratio | of logits.float() | gradient: eaves | PyTorch | ratio | "
         "of logits.float() |",
