@@ -260,3 +260,17 @@ def test_who_reads_logits_that_were_skipped_is_told_the_way_out() -> None:
             assert model(**batch(), skip_logits=False).logits is not None
             output.logits = torch.ones(2)
             assert output.logits.sum() == 2
+
+
+@each("skip_logits", (True, False))
+def test_a_decoder_that_does_not_shift_its_labels_divides_by_their_number(skip_logits: bool) -> None:
+    """Trainer passes the number without the first label of each sequence, which this loss has."""
+    torch.manual_seed(3)
+    model = transformers.BartForCausalLM(transformers.BartConfig(**_BART)).train()
+    tokens = batch()["input_ids"]
+    sample = {"input_ids": tokens, "labels": tokens.roll(-1, 1)}  # the first labels count
+    items = (sample["labels"][:, 1:] != -100).sum()
+    with_items = {"num_items_in_batch": items} if "kwargs" in inspect.signature(model.forward).parameters else {}
+    expected = model(**sample, **with_items).loss
+    eaves.hf.patch(model)
+    torch.testing.assert_close(model(**sample, **with_items, skip_logits=skip_logits).loss, expected)

@@ -63,7 +63,8 @@ def patch(
     ForMaskedLMLoss, and in a forward that calls torch.nn.functional.cross_entropy itself (BERT, T5, BART), they are
     not. Labels that are -100 do not count; `num_items_in_batch`, a number or a tensor that nothing waits for, divides
     the sum. Three things differ: the loss is computed from the product's float32 sums, in float32 (of a float64 model,
-    all in float64); it is 0, not NaN, if no label counts; and `num_items_in_batch` counts in BERT, T5 and BART too.
+    all in float64); it is 0, not NaN, if no label counts; and `num_items_in_batch` counts in BERT, T5 and BART too
+    (not in BartForCausalLM and its like, because Trainer counts the labels of a shifted loss for them).
 
     The output of a call without logits has None for them. Reading it warns with the way out.
 
@@ -294,6 +295,12 @@ def _patched_class(original: Any) -> Any:
     # BERT, T5 and BART call torch.nn.functional.cross_entropy in their forwards.
     code = getattr(inspect.unwrap(forward), "__code__", None)
     has_own_loss = code is None or "loss_function" not in code.co_names
+
+    def counts_shifted(self: Any) -> bool:
+        """Whether Trainer's num_items_in_batch leaves out the first label of each sequence, as ForCausalLMLoss does.
+        The loss in BartForCausalLM's forward has that label too, and ignores the number."""
+        return original_loss(self) is of_causal and not getattr(self.config, "is_encoder_decoder", False)
+
     # Not inspect.signature.bind in each call: torch.compile traces this.
     place = list(inspect.signature(forward).parameters).index("labels") - 1
 
@@ -326,11 +333,12 @@ def _patched_class(original: Any) -> Any:
         call = current_call
         outer = call.head, call.is_kept, call.cross_entropy, call.metrics, call.has_loss
         call.head, call.is_kept, call.metrics, call.has_loss = head, is_kept, metrics, False
-        call.cross_entropy = (
-            functools.partial(cross_entropy_of_model, options, kwargs.get("num_items_in_batch"))
-            if has_own_loss
-            else None
-        )
+        call.cross_entropy = None
+        if has_own_loss:
+            items = kwargs.get("num_items_in_batch")
+            if items is not None and counts_shifted(self):
+                items = None
+            call.cross_entropy = functools.partial(cross_entropy_of_model, options, items)
         try:
             output = forward(self, *args, **kwargs)
             if has_labels and not call.has_loss and (options["label_smoothing"] or options["z_loss"]):
