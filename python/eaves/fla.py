@@ -108,7 +108,7 @@ def _fused_linear_cross_entropy_fwd(*arguments: Any, **keywords: Any) -> tuple[T
         for each in learned:
             each.requires_grad_()
         loss = linear_cross_entropy(
-            x, weight, call.target, linear_bias=bias, ignore_index=call.ignore_index, reduction=call.reduction,
+            x, weight, call.target.long(), linear_bias=bias, ignore_index=call.ignore_index, reduction=call.reduction,
             label_smoothing=call.label_smoothing, scale=call.logit_scale, softcap=call.logit_softcapping,
             algorithm="speed", group=call.process_group,
             grad_weight_dtype=torch.float32 if call.accumulate_grad_in_fp32 and x.dtype != torch.float64 else None,
@@ -170,9 +170,10 @@ def _cross_entropy_loss(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tenso
     is_writable = not base.is_leaf and call.logits.is_contiguous()  # FLA writes over its own copy of others
     out: Any = loss_of_logits(
         CrossEntropyCall(
-            call.logits, call.target, None, call.ignore_index, "none", call.label_smoothing, call.logit_softcapping,
-            call.logit_scale, call.lse_square_scale, inplace_backward=call.inplace_backward and is_writable,
-            outputs="z_loss", group=call.process_group, keeps_logits=True,
+            call.logits, call.target.long(), None, call.ignore_index, "none", call.label_smoothing,
+            call.logit_softcapping, call.logit_scale, call.lse_square_scale,
+            inplace_backward=call.inplace_backward and is_writable, outputs="z_loss", group=call.process_group,
+            keeps_logits=True,
         )
     )  # fmt: skip
     return out.loss, out.z_loss
@@ -198,7 +199,7 @@ def _check(label_smoothing: float, scale: float | None, softcap: float | None, z
 
 
 def _verifier(check: Callable[..., None]) -> Callable[..., tuple[bool, str | None]]:
-    """FLA logs a refusal at the level debug, so that a warning says it too."""
+    """FLA only logs a refusal, so that a warning says it too."""
 
     def verify(*arguments: Any, **keywords: Any) -> tuple[bool, str | None]:
         try:

@@ -1,4 +1,4 @@
-"""Liger's cross entropies and divergences computed by eaves; its other kernels (RoPE, RMSNorm, SwiGLU ...) stay.
+"""Liger's cross entropies and linear JSD computed by eaves; its other kernels (RoPE, RMSNorm, SwiGLU ...) stay.
 
     eaves.liger.install()          in every process that trains
     eaves.liger.uninstall()        as it was
@@ -33,7 +33,7 @@ replacement = replacement_of("liger")
 
 
 def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep_bytes: int | None = None) -> Installed:
-    """Lets everything that calls Liger's cross entropies and divergences call eaves.
+    """Lets everything that calls one of the five functions call eaves.
 
     The arguments, their order and the outputs are those of the installed Liger. Losses are float32, from the product's
     float32 sums; the gradient of a head is added up in float32, whatever accum_dtype is. Liger's arguments about its
@@ -128,6 +128,7 @@ class _LogitsCall(NamedTuple):
 
 def _loss_of_head(options: dict[str, Any], call: _HeadCall) -> tuple[Tensor | None, ...]:
     _refuse_float64(call.accum_dtype, call.input)
+    call = call._replace(target=call.target.long())
     head: dict[str, Any] = {"linear_bias": call.bias, "softcap": call.softcap, "ignore_index": call.ignore_index}
     keywords = {**_keywords(call, call.ce_weight), **head, **options}
     if call.use_token_scaling:  # a factor of each row: the probability of its target, not 0, which would not count
@@ -143,6 +144,7 @@ def _loss_of_head(options: dict[str, Any], call: _HeadCall) -> tuple[Tensor | No
 
 
 def _loss_of_logits(_: dict[str, Any], call: _LogitsCall) -> tuple[Tensor | None, ...]:
+    call = call._replace(target=call.target.long())
     keywords, may_write = _keywords(call, call.weight), False
     if not torch.compiler.is_compiling():  # which chooses the memory itself
         whole = call.input if call.input._base is None else call.input._base

@@ -242,6 +242,18 @@ def test_the_recipe_is_the_loss_of_the_head(any_device: torch.device) -> None:
     assert_close(head.weight.grad, torch.autograd.grad(expected, head.weight)[0], 1e-5)
 
 
+@each("dtype", (torch.int16, torch.int32))
+def test_targets_may_be_other_integers_than_int64(dtype: torch.dtype, any_device: torch.device) -> None:
+    hidden, head = inputs(torch.float32, any_device, False)
+    target, logits = targets(any_device), torch.randn(ROWS, CLASSES, device=any_device)
+    with watched() as calls:
+        found = FusedLinearCrossEntropyLoss()(hidden[None], target.to(dtype)[None], head)
+    assert any("linear_cross_entropy" in name for name, *_ in calls)
+    assert torch.equal(found, FusedLinearCrossEntropyLoss()(hidden[None], target[None], head))
+    losses = [of_logits.cross_entropy_loss(logits, each_target)[0] for each_target in (target.to(dtype), target)]
+    assert torch.equal(*losses)
+
+
 # ------------------------------------------------------------------------------------------------------ loss of logits
 
 

@@ -158,6 +158,17 @@ def test_rows_of_16_bits_have_a_loss_of_32() -> None:
     assert abs(loss - exact) < 1e-5 and abs(of_logits - exact) < 2e-2 and nothing == 0
 
 
+@pytest.mark.parametrize("dtype", (torch.int16, torch.int32))
+def test_targets_may_be_other_integers_than_int64(dtype: torch.dtype) -> None:
+    rows, head, _, targets = tensors()
+    with eaves.liger.install():
+        for function, arguments in (
+            (functional.liger_fused_linear_cross_entropy, (rows, head)),
+            (functional.liger_cross_entropy, (rows @ head.T,)),
+        ):
+            assert torch.equal(function(*arguments, targets.to(dtype)), function(*arguments, targets))
+
+
 def test_an_accumulation_in_float64_is_refused() -> None:
     rows, head, _, targets = tensors()
     with eaves.liger.install(), pytest.raises(NotImplementedError, match=r"accum_dtype is torch\.float64"):
