@@ -21,6 +21,7 @@ from torch import Tensor
 
 from eaves._parallel.shard import Shard
 from eaves._replacement import Installed, replacement_of
+from eaves._torch.checks import accumulator_dtype
 from eaves._torch.head import check_algorithm
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
 from eaves.functional.log_prob import linear_log_prob
@@ -50,7 +51,8 @@ def output_processor(
         hidden_states: [positions, batch, D]; with sequence parallelism this rank's positions.
         output_layer: the model's ColumnParallelLinear: its weight ([this rank's classes, D], the padding of the
             vocabulary among them, which Megatron's softmax counts too), bias, group, sequence parallelism. With
-            gradient_accumulation_fusion the gradient of the weight is added to its main_grad, in that dtype.
+            gradient_accumulation_fusion the gradient of the weight is added to its main_grad, in that dtype; else it is
+            summed in float32 and rounded once.
         output_weight: the embedding's weight where it is the head.
         labels: [batch, all positions].
         loss_mask: None, or [batch, all positions]; a place with 0 does not count.
@@ -167,6 +169,8 @@ def _head_of(hidden: Tensor, layer: Any, shared: Tensor | None, config: Any) -> 
     if is_fused and weight.requires_grad and torch.is_grad_enabled():
         found["grad_weight_out"] = main_grad
         hidden = _AfterHead.apply(hidden, weight)  # type: ignore[no-untyped-call]
+    else:  # rounded once, as by one product
+        found["grad_weight_dtype"] = accumulator_dtype(weight.dtype)
     return hidden, found
 
 

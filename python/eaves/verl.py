@@ -17,6 +17,7 @@ from torch import Tensor
 
 from eaves._parallel.shard import Shard
 from eaves._replacement import Installed, replacement_of
+from eaves._torch.checks import accumulator_dtype
 from eaves._torch.head import check_algorithm
 from eaves.functional.log_prob import linear_log_prob
 
@@ -28,7 +29,8 @@ replacement = replacement_of("verl")
 def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep_bytes: int | None = None) -> Installed:
     """Lets verl compute log-probabilities and entropies with eaves.
 
-    Numbers and gradients are those of verl's function; no log-probability is above 0, whatever the vocabulary.
+    Numbers and gradients are those of verl's function; no log-probability is above 0, whatever the vocabulary. The
+    gradient of a 16-bit head is summed in float32, in a tensor of the head's shape, and rounded once.
 
     Args:
         algorithm, workspace_bytes, keep_bytes: as in eaves.linear_log_prob. Where the head is frozen (LoRA) and the
@@ -71,6 +73,6 @@ def _linear_cross_entropy(
     with torch.autocast(hidden.device.type, enabled=is_cast):
         out = linear_log_prob(
             hidden.flatten(0, -2), weight, labels.flatten(), temperature=temperature, outputs="entropy", group=group,
-            **options,
+            grad_weight_dtype=accumulator_dtype(weight.dtype), **options,
         )  # fmt: skip
     return out.log_prob, out.entropy

@@ -65,6 +65,22 @@ def test_verl_multiplies_what_it_is_given_under_autocast(verl: Any) -> None:
     assert torch.equal(found, log_prob)
 
 
+def test_the_gradient_of_verl_s_head_is_rounded_once(verl: Any) -> None:
+    hidden, head, labels = rows_and_head((257,), 64, torch.bfloat16, torch.device("cpu"))
+    head.requires_grad_()
+
+    def error(workspace_bytes: int | None) -> float:
+        with eaves.verl.install(workspace_bytes=workspace_bytes):
+            log_prob, _ = verl.linear_cross_entropy(hidden, head, labels)
+        (found,) = torch.autograd.grad(log_prob.sum(), head)
+        return float((found.double() - exact).norm())
+
+    exact_head = head.detach().double().requires_grad_()
+    log_prob = torch.log_softmax(hidden.double() @ exact_head.T, -1)[range(257), labels]
+    (exact,) = torch.autograd.grad(log_prob.sum(), exact_head)
+    assert error(1 << 13) < 1.15 * error(None)  # chunks of a few rows, and one chunk
+
+
 def verl_on_a_rank(group: torch.distributed.ProcessGroup) -> tuple[Tensor, ...]:
     hidden, head, labels = rows_and_head((5,), 40, torch.float64, torch.device("cpu"))
     own = head[10 * group.rank() : 10 * group.rank() + 10].requires_grad_()
