@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
@@ -20,6 +20,7 @@ from ranks import Ranks
 
 pytest.importorskip("torchtitan.components.loss")
 
+from torch.distributed.fsdp import DataParallelMeshDims  # torchtitan's PyTorch has it, older ones do not
 from torchtitan.components import loss as losses
 from torchtitan.config import CompileConfig, Configurable
 from torchtitan.config.override import OverrideConfig, apply_overrides

@@ -1,6 +1,7 @@
 // divergence on a GPU. The first pass computes each lse and a KL divergence; a second pass computes a divergence that
 // needs both lse first; the last pass writes the gradient. Every pass reads the student's and the teacher's row side by
-// side, one block per piece of a row, and is bound by memory alone.
+// side and is bound by memory alone. A row is cut into pieces, one for each block. If the pieces are the blocks of a
+// cluster, one kernel makes all passes, and those after the first read the row from the L2 cache.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -25,9 +26,8 @@ constexpr int kThreads = 256;
 constexpr int kVectors = 4;             // groups of four columns per row that a thread loads before it uses the first
 constexpr int kColumns = 4 * kVectors;  // columns of a thread per batch
 constexpr std::int64_t kBatch = std::int64_t{kThreads} * kColumns;
-/// Columns of a block. The number of rows does not change them, so no row's result depends on the other rows.
-constexpr std::int64_t kPiece = 4 * kBatch;
-constexpr int kBlocks = 3;  // resident blocks per multiprocessor, which bounds a thread's registers
+constexpr std::int64_t kMostPieces = 8;  // of a row, the largest cluster that every GPU with clusters supports
+constexpr int kBlocks = 3;               // resident blocks per multiprocessor, which bounds a thread's registers
 
 // ---- arguments of kernels -------------------------------------------------------------------------------------------
 
@@ -95,6 +95,14 @@ struct Number {
   __device__ float of(std::int64_t row) const { return values == nullptr ? constant : values[row * stride]; }
 };
 
+/// The number of pieces of a row, a power of two. The number of rows does not change it, so no row's result depends on
+/// the other rows.
+std::int64_t pieces_of(std::int64_t classes) {
+  std::int64_t pieces = 1;
+  while (pieces < kMostPieces && pieces * kBatch < classes) pieces *= 2;
+  return pieces;
+}
+
 struct Inputs {
   Side student;
   Side teacher;
@@ -112,7 +120,7 @@ struct Inputs {
         teacher(of.teacher),
         rows(of.student.values.shape[0]),
         classes(of.student.values.shape[1]),
-        pieces(std::max<std::int64_t>(1, ceil_divide(classes, kPiece))),
+        pieces(pieces_of(classes)),
         temperature(of.temperature),
         divergence(of.divergence),
         beta(static_cast<float>(of.beta)),
@@ -122,18 +130,24 @@ struct Inputs {
   __device__ std::int64_t target(std::int64_t row) const { return targets[row * target_stride]; }
 };
 
-/// The row and the columns of a block.
+/// The row and the piece of a block. The pieces of a row take its batches of columns in turn.
 struct Piece {
   std::int64_t row;
   std::int64_t index;
-  std::int64_t first;
+  std::int64_t first;  ///< the first column
+  std::int64_t step;   ///< from one batch to the next
   std::int64_t last;
 
   __device__ explicit Piece(const Inputs& in)
       : row(blockIdx.x / in.pieces),
         index(blockIdx.x % in.pieces),
-        first(index * kPiece),
-        last(min(first + kPiece, in.classes)) {}
+        first(index * kBatch),
+        step(in.pieces * kBatch),
+        last(in.classes) {}
+
+  __device__ bool has(std::int64_t column) const {
+    return column >= 0 && column < last && column % step / kBatch == index;
+  }
 };
 
 // ---- loads and stores -----------------------------------------------------------------------------------------------
@@ -439,17 +453,13 @@ struct TermReduction {
   }
 };
 
-/// `states` is [pieces, rows]; unused if a row has one piece. T is the teacher's type.
+/// The state of a piece, in the first warp. T is the teacher's type.
 template <typename Reduction, typename T, bool kHasVectors>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    reduce_pieces_of_rows(const __grid_constant__ Inputs in, float* statistics, typename Reduction::State* states) {
-  const Piece piece(in);
-  float* const to = statistics + piece.row * kDivergenceStatistics;
-  const Reduction reduction(in, to, piece.row);
+__device__ typename Reduction::State reduce_piece(const Inputs& in, const Piece& piece, const Reduction& reduction) {
   const float* const student = in.student.row<float>(piece.row);
   const T* const teacher = in.teacher.row<T>(piece.row);
   typename Reduction::State state;
-  for (std::int64_t first = piece.first; first < piece.last; first += kBatch) {
+  for (std::int64_t first = piece.first; first < piece.last; first += piece.step) {
     float of_student[kColumns];
     float of_teacher[kColumns];
     load<kHasVectors>(student, first, piece.last, of_student);
@@ -460,11 +470,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
   if (Reduction::kIsFirst && threadIdx.x == 0 && in.targets != nullptr) {
     const std::int64_t target = in.target(piece.row);
-    if (target >= piece.first && target < piece.last) {
-      reduction.add_target(state, in.student.logit(student[target], target).value);
-    }
+    if (piece.has(target)) reduction.add_target(state, in.student.logit(student[target], target).value);
   }
-  state = reduce_block<kThreads>(state, reduction);
+  return reduce_block<kThreads>(state, reduction);
+}
+
+/// `states` is [pieces, rows]; unused if a row has one piece.
+template <typename Reduction, typename T, bool kHasVectors>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    reduce_pieces_of_rows(const __grid_constant__ Inputs in, float* statistics, typename Reduction::State* states) {
+  const Piece piece(in);
+  float* const to = statistics + piece.row * kDivergenceStatistics;
+  const Reduction reduction(in, to, piece.row);
+  const typename Reduction::State state = reduce_piece<Reduction, T, kHasVectors>(in, piece, reduction);
   if (threadIdx.x != 0) return;
   if (in.pieces == 1) return reduction.finish(in, piece.row, state, to);
   states[piece.index * in.rows + piece.row] = state;
@@ -618,14 +636,13 @@ struct RowGradient {
 
 /// T is the teacher's type.
 template <typename T, bool kHasVectors>
-__global__ void __launch_bounds__(kThreads, kBlocks) write_gradient(const __grid_constant__ Gradient gradient) {
+__device__ void write_gradient_of_piece(const Gradient& gradient, const Piece& piece) {
   const Inputs& in = gradient.inputs;
-  const Piece piece(in);
   const RowGradient of_row(gradient, piece.row);
   const float* const student = in.student.row<float>(piece.row);
   const T* const teacher = in.teacher.row<T>(piece.row);
   const bool is_zero = of_row.is_zero();
-  for (std::int64_t first = piece.first; first < piece.last; first += kBatch) {
+  for (std::int64_t first = piece.first; first < piece.last; first += piece.step) {
     float values[kColumns] = {};
     if (!is_zero) {
       float of_teacher[kColumns];
@@ -644,6 +661,39 @@ __global__ void __launch_bounds__(kThreads, kBlocks) write_gradient(const __grid
       store_as(static_cast<float*>(gradient.to));
     }
   }
+}
+
+template <typename T, bool kHasVectors>
+__global__ void __launch_bounds__(kThreads, kBlocks) write_gradient(const __grid_constant__ Gradient gradient) {
+  write_gradient_of_piece<T, kHasVectors>(gradient, Piece(gradient.inputs));
+}
+
+// ---- all passes of a row in a cluster -------------------------------------------------------------------------------
+
+/// The clusters that run at once have rows of this many bytes at most, which stay in the L2 cache between the passes.
+constexpr std::int64_t kRowsInCache = 40 << 20;
+
+__host__ __device__ bool has_terms(Divergence divergence) {
+  return divergence == Divergence::jsd || divergence == Divergence::total_variation;
+}
+
+/// `gradient` reads the numbers of the rows from `statistics`, which this kernel writes.
+template <typename T, bool kHasVectors>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    compute_rows(const __grid_constant__ Gradient gradient, float* statistics) {
+#if __CUDA_ARCH__ >= 900
+  const Inputs& in = gradient.inputs;
+  const Piece piece(in);
+  float* const to = statistics + piece.row * kDivergenceStatistics;
+  const auto compute = [&]<typename Reduction>(const Reduction& reduction) {
+    const auto state = reduce_cluster(reduce_piece<Reduction, T, kHasVectors>(in, piece, reduction), reduction);
+    if (piece.index == 0 && threadIdx.x == 0) reduction.finish(in, piece.row, state, to);
+    cooperative_groups::this_cluster().sync();  // every block reads the statistics
+  };
+  compute(KlReduction(in, to, piece.row));
+  if (has_terms(in.divergence)) compute(TermReduction(in, to, piece.row));
+  write_gradient_of_piece<T, kHasVectors>(gradient, piece);
+#endif
 }
 
 // ---- host -----------------------------------------------------------------------------------------------------------
@@ -666,6 +716,13 @@ void dispatch(const DivergenceInputs& inputs, bool vectors, Run run) {
   });
 }
 
+/// Shared memory that compute_rows() asks for, so that no more blocks run at once than kRowsInCache allows.
+std::size_t shared_bytes(const Inputs& in, std::size_t teacher_bytes, const DeviceProperties& gpu) {
+  const std::int64_t row_bytes = in.classes * static_cast<std::int64_t>(sizeof(float) + teacher_bytes);
+  const std::int64_t blocks = kRowsInCache / std::max<std::int64_t>(1, row_bytes * gpu.multiprocessors / in.pieces);
+  return blocks >= kBlocks ? 0 : gpu.shared_bytes_per_block / (std::max<std::int64_t>(1, blocks) + 1) + 1024;
+}
+
 template <typename Reduction>
 void reduce(const DivergenceForwardArgs& args, const ExecutionContext& context) {
   constexpr const char* kOp = "divergence_forward";
@@ -685,24 +742,38 @@ void reduce(const DivergenceForwardArgs& args, const ExecutionContext& context) 
 }  // namespace
 
 std::size_t divergence_workspace_bytes(std::int64_t rows, std::int64_t classes) {
-  const std::int64_t pieces = ceil_divide(classes, kPiece);
-  return pieces <= 1 ? 0 : static_cast<std::size_t>(pieces * rows) * sizeof(KlState);
+  const std::int64_t pieces = pieces_of(classes);
+  return pieces == 1 ? 0 : static_cast<std::size_t>(pieces * rows) * sizeof(KlState);
 }
 
 void divergence_forward(const DivergenceForwardArgs& args, const ExecutionContext& context) {
   const DeviceGuard guard(args.inputs.student.values.device);
   reduce<KlReduction>(args, context);
-  const Divergence divergence = args.inputs.divergence;
-  if (divergence == Divergence::jsd || divergence == Divergence::total_variation) reduce<TermReduction>(args, context);
+  if (has_terms(args.inputs.divergence)) reduce<TermReduction>(args, context);
 }
 
 void divergence_backward(const DivergenceBackwardArgs& args, const ExecutionContext& context) {
   const DeviceGuard guard(args.inputs.student.values.device);
   const Gradient gradient(args);
+  const std::int64_t blocks = gradient.inputs.rows * gradient.inputs.pieces;
+  const bool is_whole = args.statistics.is_present;
+  const DeviceProperties& gpu = properties(args.inputs.student.values.device);
+  if (is_whole && gpu.compute_capability < 90) {
+    divergence_forward({.inputs = args.inputs, .statistics = args.statistics}, context);
+  }
   dispatch(args.inputs, has_vectors(args.grad_values), [&]<typename T, bool kHasVectors>() {
-    launch("divergence_backward", write_gradient<T, kHasVectors>,
-           {.blocks = gradient.inputs.rows * gradient.inputs.pieces, .threads = kThreads, .stream = context.stream},
-           gradient);
+    if (!is_whole || gpu.compute_capability < 90) {
+      launch("divergence_backward", write_gradient<T, kHasVectors>,
+             {.blocks = blocks, .threads = kThreads, .stream = context.stream}, gradient);
+      return;
+    }
+    launch("divergence_backward", compute_rows<T, kHasVectors>,
+           {.blocks = blocks,
+            .threads = kThreads,
+            .cluster_blocks = static_cast<int>(gradient.inputs.pieces),
+            .shared_bytes = shared_bytes(gradient.inputs, sizeof(T), gpu),
+            .stream = context.stream},
+           gradient, static_cast<float*>(args.statistics.data));
   });
 }
 
