@@ -1,6 +1,6 @@
-# The front door: make bench, make test. Each target says in one line what it does; `make help` prints them.
-# CUDA=OFF builds without the CUDA backend, CUDA=ON insists on it. CUDA_TARGETS=all builds for every GPU instead of those
-# of this machine (else the H100 and H200): for a wheel that goes to other machines.
+# The usual commands: make bench, make test. Each target has its description behind `##`; `make help` prints them.
+# CUDA=OFF builds without the CUDA backend, CUDA=ON insists on it. The default compiles for this machine's GPUs, or for
+# the H100 and H200 if it has none. CUDA_TARGETS=all compiles for every GPU: for a wheel that goes to other machines.
 CUDA ?= AUTO
 CUDA_TARGETS ?= native
 BUILD := build/release

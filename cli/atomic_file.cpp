@@ -1,4 +1,4 @@
-// Plain POSIX calls: the standard library has no fsync and cannot create a file only where there is none.
+// Plain POSIX calls: the standard library has no fsync, and no way to create a file only if its name is free.
 #include "cli/atomic_file.h"
 
 #include <fcntl.h>
@@ -20,7 +20,7 @@ namespace {
 
 // The target of a path's symbolic links, which need not exist.
 std::filesystem::path resolve(std::filesystem::path path) {
-  constexpr int kMostLinks = 40;  // the system's own
+  constexpr int kMostLinks = 40;  // the limit of Linux
   std::error_code error;
   for (int i = 0; i < kMostLinks && std::filesystem::is_symlink(path, error); ++i) {
     path = path.parent_path() / std::filesystem::read_symlink(path, error);
@@ -46,11 +46,12 @@ AtomicFile::AtomicFile(const std::string& argument, const std::string& path) {
   const std::filesystem::path target = resolve(path);
   path_ = target.string();
   if (target.filename().empty()) throw InvalidArgument(fmt::format("{}: \"{}\" names no file", argument, path));
-  // Other processes write other names; 100 tries are for names that killed runs of the same process id left behind.
+  // Other processes write other names. Runs of the same process id that were killed may have left some of the 100
+  // names.
   for (int attempt = 0; attempt < 100 && descriptor_ < 0; ++attempt) {
     const std::string name = fmt::format(".{}.{}.{}.tmp", target.filename().string(), getpid(), attempt);
     temporary_path_ = (target.parent_path() / name).string();
-    remove_when_stopped(temporary_path_.c_str());  // before it is there, so that a signal never finds it unknown
+    remove_when_stopped(temporary_path_.c_str());  // before the file exists, so that a signal never misses it
     descriptor_ = open(temporary_path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (descriptor_ < 0 && errno != EEXIST) break;
   }
@@ -83,7 +84,7 @@ void AtomicFile::write(const void* data, std::size_t bytes) {
 }
 
 void AtomicFile::commit() {
-  // The data must be on the disk before the name is: otherwise a power cut could leave an empty file under it.
+  // The data must reach the disk before the name does, or a power cut could leave an empty file under the name.
   if (fsync(descriptor_) != 0) fail("cannot be forced to the disk");
   if (rename(temporary_path_.c_str(), path_.c_str()) != 0) fail("cannot be put in place");
   remove_when_stopped(nullptr);

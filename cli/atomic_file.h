@@ -1,6 +1,6 @@
-// A file that appears whole or not at all: written under a temporary name in the folder where it will live, forced to
-// the disk, then renamed, which is atomic. A run that is stopped (stop.h) leaves nothing, one that is killed (SIGKILL)
-// at most the temporary file. The program has one such file at a time.
+// A file that appears whole or not at all. It is written under a temporary name in its final folder, forced to the
+// disk, then renamed, which is atomic. A run that is stopped (stop.h) leaves nothing; a run that is killed (SIGKILL)
+// leaves at most the temporary file. The program has one such file at a time.
 #pragma once
 
 #include <cstddef>
@@ -10,16 +10,15 @@ namespace eaves::cli {
 
 class AtomicFile {
  public:
-  /// Creates the temporary file now, so that a path that cannot be written is known before any work. Throws
-  /// InvalidArgument, its message beginning with `argument` ("--output"). A path that exists and is no regular file (a
-  /// folder, /dev/null) or is read-only is refused: renaming would replace it. A symbolic link
-  /// stays, and its target is written.
+  /// Creates the temporary file now, so that an unwritable path is known before any work. Throws InvalidArgument, its
+  /// message beginning with `argument` ("--output"). It refuses a path that exists and is read-only or no regular file
+  /// (a folder, /dev/null), because renaming would replace it. A symbolic link stays, and its target is written.
   AtomicFile(const std::string& argument, const std::string& path);
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
 
-  /// Throw std::runtime_error with the system's words, a full disk for example.
+  /// Both throw std::runtime_error with the system's words, for example if the disk is full.
   void write(const void* data, std::size_t bytes);
   void commit();
 

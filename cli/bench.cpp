@@ -1,4 +1,5 @@
-// `eaves bench`: asks the operators for their tables, lets the harness measure them, prints what came out as it comes.
+// `eaves bench`: asks the operators for their tables, lets the harness measure them, and prints each result as it
+// comes.
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -25,7 +26,7 @@
 #include "eaves/system.h"
 #include "runtime/runtime.h"
 
-// An operator is a line here and a name in chosen_operators(): <operator>_benchmark() is in src/ops/<operator>/.
+// An operator needs a line here and one in chosen_operators(); <operator>_benchmark() is in src/ops/<operator>/.
 namespace eaves::bench {
 
 Operator logsumexp_benchmark();
@@ -38,7 +39,7 @@ Operator lrpe_cosine_benchmark();
 namespace eaves::cli {
 namespace {
 
-// One line that overwrites itself on a terminal; nothing where stderr is a file or a pipe.
+// One line that overwrites itself on a terminal. It prints nothing if stderr is a file or a pipe.
 class Progress {
  public:
   Progress() : is_terminal_(isatty(STDERR_FILENO) == 1) {}
@@ -56,9 +57,9 @@ class Progress {
   bool is_terminal_;
 };
 
-constexpr double kBusy = 0.25;  // of the cores' time: half of one of two cores
+constexpr double kBusy = 0.25;  // of all cores' time: half a core of two
 
-// A shape of the user's own is answered within 30 seconds: these, and what setting up takes.
+// The time for a shape of the user's own. With the setup, the answer takes at most 30 seconds.
 constexpr double kShapeMs = 15000.0;
 
 std::vector<bench::Operator> chosen_operators(const std::vector<std::string>& names) {
@@ -78,9 +79,9 @@ std::vector<bench::Operator> chosen_operators(const std::vector<std::string>& na
   return chosen;
 }
 
-// The standard output of a run. If it fails, because the reader of a pipe has left (| head) or a disk is full, a run
-// that writes a file goes on to do so; any other ends. Ctrl-C also ends the reader of a pipe, and is heard all the
-// same.
+// The standard output of a run. It fails if the reader of a pipe has left (| head) or a disk is full. A run that writes
+// a file then continues; any other run ends. Ctrl-C also ends the reader of a pipe, and a run with such a reader still
+// obeys it.
 class Screen {
  public:
   explicit Screen(bool has_file) : has_file_(has_file) {}
@@ -103,7 +104,7 @@ class Screen {
   std::exception_ptr failure_;
 };
 
-// Row by row into `measured`; false where the run was stopped before the last.
+// Measures row by row into `measured`; false if the run was stopped before the last row.
 bool measure_rows(bench::Harness& harness, bench::MeasuredTable& measured) {
   const Progress progress;
   try {
@@ -118,7 +119,7 @@ bool measure_rows(bench::Harness& harness, bench::MeasuredTable& measured) {
   return true;
 }
 
-// Each table is printed as soon as it is measured; false where the run was stopped.
+// Prints each table as soon as it is measured; false if the run was stopped.
 bool measure_tables(bench::Harness& harness, Screen& screen, std::vector<bench::Table> tables,
                     std::vector<bench::MeasuredTable>& run) {
   bool is_complete = true;
@@ -144,7 +145,7 @@ std::int64_t count_measured_rows(const std::vector<bench::MeasuredTable>& run) {
   return count;
 }
 
-// Where what was measured lies.
+// Says where the results of a stopped run are.
 std::string describe_stopped(std::int64_t measured_rows, const std::string& json_path) {
   if (measured_rows == 0) return "stopped before a row was measured; nothing is written";
   const std::string rows =
@@ -189,8 +190,8 @@ bench::Shape parse_shape(const bench::Operator& op, const std::string& text) {
   return shape;
 }
 
-// The share of all cores' time that others take: for a tenth of a second, in which this program sleeps. 0 where the
-// system does not say.
+// The share of all cores' time that other programs take during a tenth of a second, in which this program sleeps. 0 if
+// the system does not report it.
 double busy_share() {
   struct Ticks {
     double all = 0.0, idle = 0.0;
@@ -200,7 +201,7 @@ double busy_share() {
     std::string cpu;
     file >> cpu;
     Ticks ticks;
-    // user, nice, system, idle, iowait, irq, softirq, steal; what follows is in user and nice already.
+    // user, nice, system, idle, iowait, irq, softirq, steal; user and nice already contain the fields behind these.
     double count = 0.0;
     for (int field = 0; field < 8 && file >> count; ++field) {
       ticks.all += count;
@@ -248,7 +249,7 @@ void run_bench(const BenchArguments& arguments) {
   options.repetitions = arguments.repetitions;
   options.warm_up_ms = arguments.warm_up_ms;
   if (!arguments.max_bytes.empty()) options.max_bytes = parse_bytes("--max-bytes", arguments.max_bytes);
-  // Opened before minutes of measuring, so that a wrong path is known at once.
+  // Opened before minutes of measuring, so that a wrong path fails at once.
   std::optional<AtomicFile> json_file;
   if (!arguments.json_path.empty()) json_file.emplace("--json", arguments.json_path);
 

@@ -1,5 +1,5 @@
-// The program as its users meet it: started as a process, judged by exit code, text and files. Each --help's example
-// is run as it stands there.
+// The program as its users meet it: started as a process, judged by exit code, text and files. The example of each
+// --help is run as written.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -55,7 +55,7 @@ std::string read_text(const fs::path& path) {
   return text.str();
 }
 
-// The program that was built with this test: it lies in the same folder.
+// The program of the same build, which lies in the test's folder.
 std::string program_path() {
   if (const char* path = std::getenv("EAVES_PROGRAM")) return path;
   return (fs::read_symlink("/proc/self/exe").parent_path() / "eaves").string();
@@ -73,7 +73,7 @@ class Program : public testing::Test {
 
   void TearDown() override { fs::remove_all(folder_); }
 
-  // `line` is a shell command in the test's folder, its first word `eaves`; `before` commands of the same shell.
+  // `line` is a shell command in the test's folder that begins with `eaves`; `before` has commands for the same shell.
   Outcome run(const std::string& line, const std::string& before = "") const {
     EXPECT_EQ(line.rfind("eaves", 0), 0u) << line;
     const std::string command = "cd '" + folder_.string() + "' && " + before + "'" + program_path() + "'" +
@@ -83,7 +83,7 @@ class Program : public testing::Test {
             read_text(folder_ / "stderr.txt")};
   }
 
-  // `output` is "| true", which has had time to end before anything is written, or ">/dev/full".
+  // `output` is ">/dev/full", or "| true", which has had time to end before the program writes.
   Outcome run_into(const std::string& output, const std::string& line) const {
     const std::string command = "cd '" + folder_.string() + "' && { sleep 0.1; '" + program_path() + "'" +
                                 line.substr(5) + " 2>stderr.txt; echo $? >code.txt; } " + output;
@@ -103,7 +103,7 @@ class Program : public testing::Test {
     EXPECT_EQ(temporary_files(), 0) << line;
   }
 
-  // As run(), but does not wait. Signals are not ignored, as they may be where the test itself runs in the background.
+  // As run(), but does not wait. Signals are not ignored, as they may be if the test itself runs in the background.
   pid_t start(std::vector<const char*> words) const {
     const std::string program = program_path();
     words.insert(words.begin(), "eaves");
@@ -291,7 +291,7 @@ TEST_F(Program, BenchMeasuresEachRowOnceAndNamesItsOptions) {
     for (const auto& row : json["rows"]) {
       EXPECT_EQ(row["op"], op);
       for (const auto& [key, value] : row["options"].items()) names.insert(key);
-      // The options of cross_entropy are measured beside the plain loss, which the vocabularies have too.
+      // Both the options' rows and the vocabularies' rows of cross_entropy contain the plain loss.
       const auto& own = row["options"];
       const bool is_plain_loss = op == std::string("cross_entropy") && own.size() - own.contains("in_place") == 1;
       std::string name;
@@ -417,8 +417,8 @@ TEST_F(Program, RunReadsATensorWhereverItLies) {
   EXPECT_NEAR(read_result("out").values[0], 80.0, 1e-4);
 }
 
-// A file as a user's program writes it. What the program writes of it is compared, byte by byte, with what the operator
-// does: whether that is right is the operator's test.
+// A file as a user's program writes it. The program's output is compared byte by byte with the operator's results; the
+// operator's own test says whether these are right.
 class ProgramWithTensors : public Program {
  protected:
   using Results = std::map<std::string, TensorView>;
@@ -434,7 +434,7 @@ class ProgramWithTensors : public Program {
       add(name, arena_.filled(dtype, shape, numbers));
     };
     normal("logits", {2, 4, 3});                               // the classes are in the middle
-    filled("targets", DType::int32, {2, 3}, {3, 7, 0, 1, 2});  // 7 is what the tests ignore
+    filled("targets", DType::int32, {2, 3}, {3, 7, 0, 1, 2});  // 7 is the ignored class of the tests
     filled("soft", DType::float32, {2, 4, 3}, {0.1, 0.2, 0.3, 0.4, 0.0});
     filled("weight", DType::float32, {4}, {0.5, 2.0, 1.5, 0.25});
     normal("upstream", {2, 3});
@@ -465,7 +465,7 @@ class ProgramWithTensors : public Program {
 
   TensorView in(const std::string& name) const { return tensors_.at(name); }
   TensorView out(const Dims& shape, DType dtype = DType::float32) { return arena_.output(dtype, shape); }
-  /// An lse of two numbers, and the view of the first.
+  /// An lse of two numbers, and in `first` the view of the first.
   TensorView split_lse(Dims rows, TensorView& first, DType dtype = DType::float32) {
     Dims strides = contiguous_strides(rows);
     for (int axis = 0; axis < rows.size(); ++axis) strides[axis] *= 2;
@@ -477,7 +477,7 @@ class ProgramWithTensors : public Program {
   }
   TensorView ones(const Dims& shape) { return arena_.filled(DType::float32, shape, std::vector{1.0}); }
 
-  // The program writes these and no others.
+  // The program writes these results and no others.
   void expect_written(const std::string& arguments, const Results& expected) const {
     const Outcome outcome = run("eaves run " + arguments + " --input all.safetensors --output out.safetensors");
     ASSERT_EQ(outcome.exit_code, 0) << arguments << "\n" << outcome.err;
@@ -489,7 +489,7 @@ class ProgramWithTensors : public Program {
       const StoredTensor& tensor = written.at(name);
       EXPECT_EQ(tensor.dtype, view.dtype) << arguments << ": " << name;
       ASSERT_EQ(tensor.shape, view.shape) << arguments << ": " << name;
-      // The first of an lse's two numbers; everything else is contiguous.
+      // A strided view is the first of an lse's two numbers; everything else is contiguous.
       const bool is_strided = view.strides != contiguous_strides(view.shape);
       const std::size_t size = size_of(view.dtype), step = is_strided ? 2 * size : size;
       for (std::size_t i = 0; i * size < tensor.data.size(); ++i) {
@@ -500,7 +500,7 @@ class ProgramWithTensors : public Program {
     }
   }
 
-  // What a loss writes with these flags, put into the members of these names.
+  // The outputs of a loss with these flags, put into the members of the same names.
   template <typename Views>
   Results add_loss_outputs(Views& views, const CrossEntropyOptions& options, const Dims& rows,
                            const std::string& flags) {
@@ -721,7 +721,7 @@ TEST_F(ProgramWithTensors, WrongArgumentsOfEachOperatorAreNamed) {
   expect_refusal("eaves run lrpe_cosine --tensor q" + files, 2, "--theta is required");
   expect_refusal("eaves run linear_cross_entropy --hidden x --targets targets" + files, 2, "--head is required");
 
-  // Each that names a tensor.
+  // Each flag that names a tensor.
   const auto expect_names = [&](const std::string& line, std::initializer_list<const char*> flags) {
     for (const std::string flag : flags) {
       expect_refusal(line + flag + " nothing", 2,
@@ -755,7 +755,7 @@ TEST_F(ProgramWithTensors, WrongArgumentsOfEachOperatorAreNamed) {
   expect_refusal(lrpe + "--grad theta", 2, "lrpe_cosine: --grad has shape [2, 2], expected four axes");
   expect_refusal(lrpe + "--grad q", 2, "--grad has shape [2, 5, 2, 4], expected [2, 5, 2, 8] (that of out)");
 
-  // The core's sentences, before anything is written: of the forward, and of a backward behind it.
+  // The core's refusals, before anything is written: of the forward, and of a backward behind it.
   expect_refusal(loss + "--targets targets", 2,
                  "eaves: cross_entropy: --targets[0, 1] is 7, expected 0 to 3, or --ignore-index -100");
   expect_refusal(in_loss + "--label-smoothing 1.5", 2, ": --label-smoothing is 1.5, expected 0 to 1");
@@ -800,7 +800,7 @@ TEST(RunOperators, TheCoresSentencesAreSaidInFlags) {
       {"lrpe_cosine",
        {"lrpe_cosine_forward", "`out` has positions, beside an `offset`"},
        "lrpe_cosine: out has positions, beside an --offset"},
-      {"lrpe_cosine", InvalidArgument("--offset: `x` is no offset"), "--offset: `x` is no offset"},  // not of the core
+      {"lrpe_cosine", InvalidArgument("--offset: `x` is no offset"), "--offset: `x` is no offset"},  // not the core's
   };
   for (const auto& [op, error, expected] : all) {
     const auto found = std::find_if(run_operators().begin(), run_operators().end(),
@@ -903,7 +903,7 @@ TEST_F(Program, InputThatIsNoSafetensorsFileIsRefused) {
                  "cut: \"small\" has data_offsets [257, 259], but there are 258 bytes (is it cut short?)");
 }
 
-// 128 MiB of zeros that take no room on the disk: long enough to be caught in the middle.
+// 128 MiB of zeros that take no room on the disk: long enough to be caught in the middle of a run.
 void write_large_input(const fs::path& path) {
   const std::string header = R"({"g":{"dtype":"F32","shape":[32],"data_offsets":[0,128]},)"
                              R"("x":{"dtype":"F32","shape":[32,1048576],"data_offsets":[128,134217856]}})";
@@ -969,7 +969,7 @@ TEST_F(Program, BenchThatIsStoppedWritesWhatItHasMeasured) {
   for (const int signal : {SIGINT, SIGTERM}) {
     const pid_t child = start({"bench", "--device", "cpu", "--max-bytes", "8M", "--repetitions", "5", "--warm-up-ms",
                                "0", "--json", "all.json"});
-    // The first table of several.
+    // The first of several tables.
     wait_until([&] { return read_text(folder_ / "stdout.txt").find("limit  ratio") != std::string::npos; });
     const Outcome outcome = stop(child, signal);
     EXPECT_EQ(outcome.exit_code, 130) << strsignal(signal);

@@ -1,5 +1,5 @@
-// The commands of the program, what main() fills in for them from the command line, and the exit codes of their
-// failures. main.cpp alone knows the parser.
+// The commands of the program, their arguments as main() reads them from the command line, and the exit codes of their
+// failures. Only main.cpp knows the parser.
 #pragma once
 
 #include <string>
@@ -14,8 +14,8 @@ constexpr int kUnsupported = 3;
 void print_info(bool is_json);
 
 struct BenchArguments {
-  std::vector<std::string> operators;  ///< none: all
-  std::string device;                  ///< "": a GPU where one is usable
+  std::vector<std::string> operators;  ///< empty: all
+  std::string device;                  ///< "": a GPU if one is usable
   std::string sweep = "quick";
   std::string shape;
   std::string dtype;

@@ -1,4 +1,4 @@
-// See harness.h for what one repetition is and why.
+// harness.h says what one repetition is, and why.
 #include "cli/harness.h"
 
 #include <fmt/format.h>
@@ -16,7 +16,7 @@
 namespace eaves::bench {
 namespace {
 
-// A row that is so slow that the asked-for repetitions would take longer than this gets fewer, but not below five.
+// A row whose repetitions would take longer than this together gets fewer, but at least five.
 constexpr double kSlowRowMs = 2000.0;
 constexpr int kMinimumRepetitions = 5;
 constexpr int kWarmUpCalls = 3;
@@ -50,7 +50,7 @@ std::vector<std::unique_ptr<runtime::Stopwatch>> make_stopwatches(Device device,
   return stopwatches;
 }
 
-// The limit of rows that bring none: it streams the bytes that the row declares.
+// The limit of rows without one of their own: streams the bytes that the row declares.
 Call streaming(Arena& arena, const Row& row, std::uint64_t seed) {
   const TensorView source = arena.normal(DType::bfloat16, {(row.read_bytes + 1) / 2}, seed);
   const TensorView destination = arena.output(DType::uint8, {row.write_bytes});
@@ -63,8 +63,8 @@ Call streaming(Arena& arena, const Row& row, std::uint64_t seed) {
 
 }  // namespace
 
-// What a row works on. Where one set of inputs would fit in the cache there are several, taken in turn: then even a
-// flush that missed some lines leaves nothing of use.
+// The buffers of a row. If one set of inputs would fit in the cache there are several sets, taken in turn: a flush that
+// misses some lines then leaves nothing useful.
 struct Harness::Buffers {
   struct Set {
     explicit Set(Device device) : call_arena(device), limit_arena(device) {}
@@ -88,8 +88,8 @@ Harness::Harness(const HarnessOptions& options)
 }
 
 void Harness::flush_cache() {
-  // Reading, not writing: dirty lines would be written back during the measurement that follows.
-  void* no_destination = cache_flush_.data;  // 0 bytes of it
+  // Reads, because dirty lines would be written back during the next measurement.
+  void* no_destination = cache_flush_.data;  // 0 bytes are written to it
   runtime::stream_bytes(options_.device, cache_flush_.data, cache_flush_bytes_, no_destination, 0, context_);
 }
 
@@ -137,7 +137,7 @@ Measurement Harness::measure(const Row& row) {
     return result;
   }
   const std::int64_t limit_bytes = row.make_limit ? row.limit_bytes : row_bytes;
-  const std::int64_t needed = row_bytes + limit_bytes;  // each has buffers of its own
+  const std::int64_t needed = row_bytes + limit_bytes;  // the call and the limit have buffers of their own
   const std::int64_t free = runtime::free_memory_bytes(options_.device);
   if (needed > free) {
     result.skipped =
@@ -165,7 +165,7 @@ Measurement Harness::time(Buffers& buffers) {
   const auto restore = [&](Buffers::Set& set) {
     if (set.call.restore) set.call.restore();
   };
-  // Before the flush, which then evicts what restoring has left in the cache.
+  // Restores before the flush, which then evicts the restored lines from the cache.
   const auto restore_and_flush = [&](Buffers::Set& set) {
     restore(set);
     flush_cache();
@@ -179,8 +179,8 @@ Measurement Harness::time(Buffers& buffers) {
                        .workspace_bytes = workspace_bytes};
   };
 
-  // At least once on every set: the first call on a buffer may fault its pages in. Where a row has a time and one call
-  // takes most of it, that call is the measurement; on a GPU never the first one, which also loads kernels and
+  // At least once on every set, because the first call on a buffer may fault its pages in. If a row has a time and one
+  // call takes most of it, that call is the measurement; on a GPU never the first call, which also loads kernels and
   // libraries.
   const bool has_time = options_.row_ms > 0.0;
   const std::size_t first_timed = device.type == DeviceType::cuda ? 1 : 0;

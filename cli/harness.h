@@ -1,12 +1,12 @@
-// The measurement: takes rows that operators declare and returns times and bytes. It knows no operator, prints nothing
+// The measurement: takes rows that operators declare, and returns times and bytes. It knows no operator, prints nothing
 // and has the only timing code of the program.
 //
-// One repetition is: read a buffer larger than the last cache, run the operator, read it again, run the limit (a
-// plain kernel that streams the bytes that the row declares, or what the row brings in its place). So operator and
-// limit see the same cold cache and the same clock frequency, alternating. On a GPU all repetitions are enqueued
-// before any is waited for, with a pair of events around each call: reading the buffer takes longer than a launch,
-// which therefore is never waited for. A call that overwrites its inputs gets them back at the start of a repetition,
-// which waits, but before that reading.
+// One repetition reads a buffer larger than the last cache, runs the operator, reads the buffer again and runs the
+// limit: a plain kernel that streams the bytes that the row declares, or the row's own limit. Operator and limit
+// alternate, and so see the same cold cache and the same clock frequency. On a GPU all repetitions are enqueued before
+// the first is waited for, with a pair of events around each call. Reading the buffer takes longer than a launch, so
+// that no call waits for its launch. A call that overwrites its inputs gets them back at the start of a repetition;
+// that waits, but before the buffer is read.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +21,10 @@ namespace eaves::bench {
 struct HarnessOptions {
   Device device = kCpu;
   int threads = 0;             ///< CPU: 0 is every core
-  int repetitions = 30;        ///< of each row; slow rows get fewer, see kMinimumRepetitions
-  double warm_up_ms = 500.0;   ///< per table: how long clocks get to settle
-  std::int64_t max_bytes = 0;  ///< rows that read and write more than this are left out; 0: none
-  double row_ms = 0.0;         ///< about how long a row may take, one repetition at least; 0: as long as five
+  int repetitions = 30;        ///< of each row; slow rows get fewer, at least kMinimumRepetitions
+  double warm_up_ms = 500.0;   ///< before each table: the time for clocks to settle
+  std::int64_t max_bytes = 0;  ///< rows that read and write more are left out; 0: none
+  double row_ms = 0.0;         ///< about the time of a row, one repetition at least; 0: kSlowRowMs
 };
 
 struct Timing {
@@ -34,7 +34,7 @@ struct Timing {
   int repetitions = 0;
 };
 
-/// Of one row; either `skipped` says why there is nothing, or both timings are there.
+/// The result of one row: `skipped` says why it was not measured, or both timings are present.
 struct Measurement {
   std::string skipped = {};
   std::optional<Timing> eaves = {};
@@ -48,10 +48,10 @@ class Harness {
  public:
   explicit Harness(const HarnessOptions& options);
 
-  /// Runs the device until its clocks have settled. Once per table. Throws cli::Stopped once the program is to stop.
+  /// Runs the device until its clocks have settled, once per table. Throws cli::Stopped if the program is to stop.
   void warm_up();
 
-  /// Throws cli::Stopped between two repetitions once the program is to stop.
+  /// Throws cli::Stopped between two repetitions if the program is to stop.
   Measurement measure(const Row& row);
 
  private:

@@ -1,4 +1,4 @@
-// The harness and its tables, over an operator that exists only here.
+// The harness and its tables, over an operator that only this test has.
 #include "cli/harness.h"
 
 #include <gtest/gtest.h>
@@ -23,14 +23,14 @@ namespace {
 constexpr std::int64_t kInputBytes = 4096;
 constexpr std::size_t kWorkspaceBytes = 512;
 
-// What a call was given.
+// A record of the calls.
 struct Log {
   int calls_made = 0;
   int runs = 0;
   Workspace workspace;
 };
 
-/// A call that does `work` beside noting what it was given.
+/// A call that records its context and does `work`.
 template <typename Work = void (*)()>
 Row counting_row(
     Log& log, Work work = [] {}) {
@@ -48,7 +48,7 @@ Row counting_row(
   return row;
 }
 
-/// The same as what a row may bring for the column `limit`.
+/// Gives the row a limit of its own that records the same.
 void add_limit(Row& row, Log& log) {
   row.make_limit = [&log](Arena& arena) {
     arena.allocate(kInputBytes);
@@ -75,7 +75,7 @@ TEST(Harness, RunsWarmUpsAndRepetitionsOnRotatedBuffersWithAWorkspace) {
   const Measurement measurement = harness.measure(counting_row(log));
   EXPECT_EQ(measurement.skipped, "");
   ASSERT_TRUE(measurement.eaves && measurement.limit);
-  // A slow machine stops after the time that a row may take, but not before 5.
+  // A slow machine stops when the row's time is over, but not before 5 repetitions.
   EXPECT_GE(measurement.eaves->repetitions, 5);
   EXPECT_LE(measurement.eaves->repetitions, 6);
   EXPECT_LE(measurement.eaves->min_ms, measurement.eaves->median_ms);
@@ -114,7 +114,7 @@ TEST(Harness, ARowWithATimeMeasuresASlowCallOnceAndAFastOneOften) {
 }
 
 TEST(Harness, InputsThatACallOverwritesArePutBackBeforeItRunsAgain) {
-  for (const std::int64_t bytes : {kInputBytes, std::int64_t{1} << 30}) {  // in several sets, and in one
+  for (const std::int64_t bytes : {kInputBytes, std::int64_t{1} << 30}) {  // for several sets, and for one
     int runs = 0, bad_runs = 0;
     Log log;
     Row row = counting_row(log);
@@ -240,7 +240,7 @@ TEST(Report, NoLineIsLongerThan80Columns) {
 
 TEST(Report, RowsOfABusyMachineAreMarkedAndExplainedOnce) {
   const auto marks = [](std::vector<MeasuredTable> run) {
-    for (std::size_t count = 1; count <= run.size(); ++count) {  // each table, when the run has come to it
+    for (std::size_t count = 1; count <= run.size(); ++count) {  // marks each table as the run reaches it
       std::vector<MeasuredTable> so_far(run.begin(), run.begin() + static_cast<std::ptrdiff_t>(count));
       mark_busy_rows(so_far);
       run[count - 1] = so_far.back();
@@ -254,7 +254,7 @@ TEST(Report, RowsOfABusyMachineAreMarkedAndExplainedOnce) {
   busy.table.rows[1].read_bytes = 20'000'000;
   busy.measurements[1].limit = Timing{4.1, 4.0, 4.2, 30};
   fast.table.rows[1].read_bytes = 60'000'000;
-  fast.measurements[1].limit = Timing{5.9, 5.0, 6.0, 30};  // 12 MB in a millisecond; the busy row 5
+  fast.measurements[1].limit = Timing{5.9, 5.0, 6.0, 30};  // 12 MB in a millisecond; the busy row has 5
   const auto run = marks({fast, busy});
   const std::string text = text_table(run[1]);
   EXPECT_NE(text.find("\n  unsteady: the fastest repetitions took 0.400 and 0.200\n"), std::string::npos) << text;
@@ -267,7 +267,7 @@ TEST(Report, RowsOfABusyMachineAreMarkedAndExplainedOnce) {
   EXPECT_NE(all_busy.find("\nexample, forward     0       -      -\n"), std::string::npos) << all_busy;
   EXPECT_EQ(marks({busy, fast})[0].measurements[1].mark, "") << "nothing said then that it could be faster";
 
-  // Products are not compared with streams, nor with those of other types.
+  // Products are not compared with streams, nor with products of other dtypes.
   MeasuredTable streams = quiet, products = quiet;
   streams.measurements[0].limit = products.measurements[0].limit = Timing{2.0, 2.0, 2.0, 30};
   products.table.rows[0].operations = 1'000'000'000;
@@ -349,7 +349,7 @@ TEST(Arena, NumbersAreNormalAndDependOnTheSeedAlone) {
     sum += first[i];
     sum_of_squares += static_cast<double>(first[i]) * first[i];
   }
-  // A block of a million numbers: its mean is off by 0.001 in one deviation.
+  // The mean of a block of a million numbers has a standard deviation of 0.001.
   EXPECT_NEAR(sum / static_cast<double>(count), 0.0, 0.005);
   EXPECT_NEAR(sum_of_squares / static_cast<double>(count), 1.0, 0.01);
 }

@@ -1,4 +1,4 @@
-// `eaves info`: what this build has, what this machine has, what is missing and what that costs.
+// `eaves info`: the parts of this build, the machine, the missing parts and their cost.
 #include <fmt/format.h>
 
 #include <string>

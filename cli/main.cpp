@@ -1,6 +1,5 @@
-// The program `eaves`: what the command line takes, the one command that it chooses, and the kinds of error as exit
-// codes and one sentence on stderr. The only file that includes the parser, which takes longer to compile than the
-// rest.
+// The program `eaves`: its command line, the one command that runs, and errors as exit codes and one sentence on
+// stderr. No other file includes the parser, which takes longer to compile than the rest.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -25,7 +24,7 @@
 namespace eaves::cli {
 namespace {
 
-// A shell makes an empty text of an unset variable, which is not what leaving the option out means.
+// A shell makes an empty text of an unset variable. That is not the same as leaving the option out.
 const CLI::Validator kIsNotEmpty(
     [](std::string& text) { return text.empty() ? std::string("is empty, expected a value") : std::string(); }, "");
 
@@ -123,11 +122,11 @@ void add_run(CLI::App& program) {
 }
 
 int fail(int code, const char* message) {
-  std::fputs(fmt::format("eaves: {}\n", message).c_str(), stderr);  // fmt::print would throw where stderr is closed
+  std::fputs(fmt::format("eaves: {}\n", message).c_str(), stderr);  // fmt::print would throw if stderr is closed
   return code;
 }
 
-// How many characters have to be inserted, left out or changed to make one word of the other.
+// The number of characters to insert, leave out or change to make one word of the other.
 std::size_t distance(const std::string& from, const std::string& to) {
   std::vector<std::size_t> row(to.size() + 1);
   std::iota(row.begin(), row.end(), 0);
@@ -142,8 +141,8 @@ std::size_t distance(const std::string& from, const std::string& to) {
   return row.back();
 }
 
-// Names an option that the command does not have, and the one that was meant: it begins so, or at most a third of its
-// characters is wrong.
+// Names an option that the command lacks, and the option that was probably meant: it begins with the word, or differs
+// from it in at most a third of the word's characters.
 std::string describe_unknown(const CLI::App& command, const std::string& word) {
   const std::string unknown = word.substr(0, word.find('='));
   std::string nearest;
@@ -161,7 +160,7 @@ std::string describe_unknown(const CLI::App& command, const std::string& word) {
   return "unknown option " + unknown + (nearest.empty() ? "" : fmt::format("; did you mean {}?", nearest));
 }
 
-// The parser's sentence and the help to read; for a misspelt option or command the word and the ones that exist.
+// The parser's sentence and the help to read; for a misspelt option or command, the word and the existing ones.
 std::string describe(const CLI::App& program, const CLI::ParseError& error) {
   std::string command = "eaves";
   const CLI::App* app = &program;

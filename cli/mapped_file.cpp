@@ -1,4 +1,4 @@
-// MappedFile of safetensors.h: the part that talks to the system.
+// MappedFile of safetensors.h: the system calls.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/mman.h>
@@ -20,7 +20,7 @@ MappedFile::MappedFile(const std::string& argument, const std::string& path)
     if (descriptor_ >= 0) close(descriptor_);
     throw InvalidArgument(fmt::format("{} {}", label_, why));
   };
-  // O_NONBLOCK: opening a FIFO would otherwise wait for someone to write to it.
+  // O_NONBLOCK, because opening a FIFO would otherwise wait for a writer.
   descriptor_ = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (descriptor_ < 0) refuse(fmt::format("cannot be read: {}", std::strerror(errno)));
   const bool is_known = fstat(descriptor_, &status_) == 0;

@@ -1,4 +1,4 @@
-// Parsing by std::from_chars throughout: no locale, no exceptions, and what is left over is seen.
+// Parses with std::from_chars throughout: no locale, no exceptions, and unread characters are noticed.
 #include "cli/options.h"
 
 #include <fmt/format.h>

@@ -21,7 +21,7 @@ namespace {
 constexpr double kMiB = 1024.0 * 1024.0;
 constexpr std::size_t kWidth = 80;
 
-// Three significant digits, and all digits of what is before the point.
+// Three significant digits; all digits before the point.
 std::string three_digits(double number) {
   if (number <= 0.0) return "0";
   return fmt::format("{:.{}f}", number, std::clamp(2 - static_cast<int>(std::floor(std::log10(number))), 0, 9));
@@ -33,8 +33,8 @@ struct TextRow {
   std::string note = {};  // on lines of its own
 };
 
-// Names at the left, numbers in columns at the right, whose heads are the first row; a name that leaves no room for the
-// numbers has its own line.
+// Names at the left, numbers in columns at the right under the heads of the first row. A name too long for a place
+// beside the numbers has its own line.
 std::string layout(const std::string& title, std::vector<TextRow> rows) {
   std::vector<std::size_t> widths(rows.front().cells.size());
   for (const TextRow& row : rows) {
@@ -59,7 +59,7 @@ std::string layout(const std::string& title, std::vector<TextRow> rows) {
   return text;
 }
 
-// What a row is, in words: its mode, sizes, and options other than the defaults.
+// A row in words: its mode, sizes, and options other than the defaults.
 using Words = std::vector<std::string>;
 
 std::string words_of_mode(const std::string& mode) {
@@ -78,7 +78,7 @@ Words words_of(const Row& row) {
   return words;
 }
 
-// The words of `row` that every row of the table has, or those that not every row has.
+// The words of `row` that every row of the table has, or the other words.
 std::string join(const Row& row, const Table& table, bool is_common) {
   Words words = words_of(row);
   std::erase_if(words, [&](const std::string& word) {
@@ -100,16 +100,17 @@ void for_each_row(Run&& run, const Body& body) {
   }
 }
 
-// A busy machine, told by the times themselves: a median of more than twice the fastest repetition or, where not even
-// the fastest found a quiet moment, a limit at less than half of what it has reached elsewhere in the run so far. Only
-// limits of a millisecond and more are compared: shorter ones fit between two slices of the scheduler, and depend on
-// their size. Nor are products of `spread` data: their gradients have subnormal numbers, which cost a CPU more.
-// benchmarks/bench/tables.py has the first rule, for the times of any provider.
+// The times themselves show a busy machine. A row is unsteady if its median is more than twice the fastest repetition.
+// It is slow if even the fastest repetition found no quiet moment: its limit was less than half as fast as elsewhere in
+// the run so far. Only limits of a millisecond and more are compared, because shorter ones fit between two slices of
+// the scheduler and depend on their size. Products of `spread` data are not compared either: their gradients have
+// subnormal numbers, which cost a CPU more. benchmarks/bench/tables.py applies the first rule to the times of any
+// provider.
 constexpr double kUsualFactor = 2.0;
 constexpr double kComparedMs = 1.0;
 constexpr const char* kMostAreBusy = "most rows are left out: these numbers are not usable, measure on a quiet machine";
 
-// Bytes or operations in a millisecond of the fastest repetition; 0 where it is not compared.
+// Bytes or operations per millisecond of the fastest repetition; 0 if the row is not compared.
 double limit_rate(const Row& row, const Measurement& measurement) {
   const bool is_spread = std::find(row.options.begin(), row.options.end(),
                                    std::pair<std::string, std::string>("data", "\"spread\"")) != row.options.end();
@@ -172,7 +173,7 @@ void mark_busy_rows(std::vector<MeasuredTable>& run) {
   for_each_row(std::span(run).last(1), [&](const Table& table, const Row& row, Measurement& measurement) {
     if (!measurement.eaves || !measurement.limit) return;
     const double rate = limit_rate(row, measurement);
-    double best = rate;  // among rows that the same thing limits: memory, or products of one dtype
+    double best = rate;  // among rows with the same limit: memory, or products of one dtype
     for_each_row(run, [&](const Table& of, const Row& other, const Measurement& by) {
       const bool is_like = (other.operations > 0) == (row.operations > 0);
       if (is_like && (row.operations == 0 || of.dtype == table.dtype)) best = std::max(best, limit_rate(other, by));
@@ -222,7 +223,7 @@ std::string summary(const std::vector<MeasuredTable>& run) {
     if (!measurement.mark.empty()) return;
     const double ratio = measurement.eaves->median_ms / measurement.limit->median_ms;
     if (group->ratios.empty() || ratio > group->ratios.back()) {
-      const Words words = words_of(row);  // the first is the mode
+      const Words words = words_of(row);  // words[0] is the mode
       group->worst =
           fmt::format("worst: {}, {}", fmt::join(words.begin() + 1, words.end(), ", "), name_of(table.dtype));
     }

@@ -15,7 +15,7 @@
 namespace eaves::cli {
 namespace {
 
-// What a wrong name could have been: the names in the file, as many as fit a line.
+// Help after a wrong name: the names in the file, as many as fit a line.
 std::string list_names(const StoredTensors& tensors) {
   constexpr std::size_t kShown = 8;
   std::string list;
@@ -97,7 +97,7 @@ TensorView Run::filled(DType dtype, const Dims& shape, double number) {
 
 namespace {
 
-/// Of each pair along the last axis, in the memory of `pairs`.
+/// The first number of each pair along the last axis, in the memory of `pairs`.
 TensorView first_numbers(const TensorView& pairs, const Dims& shape) {
   const std::size_t size = size_of(pairs.dtype);
   auto* const to = static_cast<char*>(pairs.data);

@@ -1,5 +1,6 @@
-// `eaves run <operator>`: input tensors from a mapped file, onto the device; the operator's call; outputs back and into
-// a file that appears whole or not at all. The operators, a table of arguments each, are in run_operators.cpp.
+// `eaves run <operator>`: reads input tensors from a mapped file onto the device, calls the operator, and writes the
+// outputs into a file that appears whole or not at all. run_operators.cpp has the operators, each with a table of
+// arguments.
 #pragma once
 
 #include <cstdint>
@@ -18,22 +19,22 @@
 
 namespace eaves::cli {
 
-/// A flag that is set, a number, a text (of a tensor its name, "" where it is not given), or a list of texts.
+/// A flag, a number, a text (the name of a tensor, "" if it is not given), or a list of texts.
 using Value = std::variant<bool, int, std::int64_t, double, std::string, std::vector<std::string>>;
 
-/// An argument of an operator on the command line. The type of the default is that of the argument.
+/// An argument of an operator on the command line. It has the type of its default.
 struct Argument {
   std::string flag;  ///< "--tensor"
   Value value;
   std::string help;
   bool is_required = false;
-  std::vector<std::string> words = {};  ///< of a text: the only ones; none: any but the empty one
-  std::string member = {};  ///< the core's name, "logits"; none: as the flag, "class_axis" of "--class-axis"
+  std::vector<std::string> words = {};  ///< the words that a text may be; none: any but the empty one
+  std::string member = {};  ///< the core's name, "logits"; "": from the flag, "class_axis" of "--class-axis"
 
   std::string core_name() const;
 };
 
-/// The arguments that every operator has, and those of its own by their flags.
+/// The arguments that every operator has, and by their flags the arguments of one operator.
 struct RunArguments {
   std::string input_path;
   std::string output_path;
@@ -44,7 +45,7 @@ struct RunArguments {
 
 class Run {
  public:
-  /// Reads the input's header and creates the output's temporary file; nothing is computed before both have succeeded.
+  /// Reads the input's header and creates the output's temporary file. Nothing is computed before both succeed.
   explicit Run(const RunArguments& arguments);
 
   /// The value of a flag.
@@ -55,21 +56,21 @@ class Run {
   bool is_set(const std::string& flag) const { return get<bool>(flag); }
   const std::string& text(const std::string& flag) const { return get<std::string>(flag); }
 
-  /// The tensor of the input that `flag` names, on the device; none where it is not given. On the CPU it is the mapped
-  /// file itself, except where the file has put it at an address that its element type cannot be read from.
+  /// The input tensor that `flag` names, on the device; absent if the flag is not given. On the CPU it is the mapped
+  /// file itself, unless the tensor's address in the file does not suit its element type.
   TensorView input(const std::string& flag);
 
   /// Memory for a result, which finish() writes to the output file under `name`.
   TensorView output(const std::string& name, DType dtype, const Dims& shape);
 
-  /// The same of the lse of rows, as the two numbers that a backward takes, on an axis of 2 behind the rows'. The file
-  /// gets the first, in `shape`.
+  /// An output for the lse of rows, as the two numbers that a backward takes, on an axis of 2 behind the rows' axes.
+  /// The file gets the first number, in `shape`.
   TensorView lse_output(DType dtype, Dims rows, const Dims& shape);
 
-  /// As output(), holding the input that `flag` names: for operators that compute in place.
+  /// An output() that holds the input that `flag` names, for operators that compute in place.
   TensorView output_over_input(const std::string& name, const std::string& flag);
 
-  /// Memory full of one number, for what the operator takes or gives and no file has.
+  /// Memory filled with one number, for arguments and results of the operator that are in no file.
   TensorView filled(DType dtype, const Dims& shape, double number);
 
   ExecutionContext context() const { return context_; }
@@ -87,25 +88,25 @@ class Run {
   std::optional<AtomicFile> output_file_;
   bench::Arena arena_;
   std::vector<NamedTensor> outputs_;
-  Dims lse_shape_;             ///< of lse_output(), in the file
-  const void* lse_ = nullptr;  ///< its memory
+  Dims lse_shape_;             ///< shape of lse_output() in the file
+  const void* lse_ = nullptr;  ///< memory of lse_output()
 };
 
 struct RunOperator {
   std::string name;
   std::string help;
-  std::string example;  ///< what follows "eaves run <name> --input in.safetensors"
+  std::string example;  ///< the words behind "eaves run <name> --input in.safetensors"
   std::vector<Argument> arguments;
   void (*call)(Run& run);
 };
 
 std::span<const RunOperator> run_operators();
 
-/// From the input to the output. Throws the core's sentences in the words of the command line: the operator as it is
-/// called there, and flags for its arguments.
+/// Runs the operator from the input file to the output file. Rethrows the core's refusals in the words of the command
+/// line: with the operator's name there, and with flags for its arguments.
 void run_operator(const RunOperator& item, const RunArguments& arguments);
 
-/// Such a sentence.
+/// The sentence of such a refusal.
 std::string in_flags(const RunOperator& item, const Refusal& refusal);
 
 }  // namespace eaves::cli

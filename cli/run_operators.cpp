@@ -1,4 +1,4 @@
-// What `eaves run` applies: each operator's arguments, as its --help lists them, and the call that is made from them.
+// The operators of `eaves run`: their arguments, in the order of --help, and the call that they make.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -20,12 +20,12 @@ namespace {
 using Words = std::vector<std::string>;
 constexpr bool kRequired = true;
 
-/// An argument that names a tensor; `member` is the core's name of that.
+/// An argument that names a tensor; the core calls the tensor `member`.
 Argument tensor(const std::string& flag, const std::string& member, const std::string& help, bool is_required = false) {
   return {flag, "", help, is_required, {}, member};
 }
 
-/// A text that has to be one of these words.
+/// A text that has to be one of `words`.
 Argument choice(const std::string& flag, const Words& words, const std::string& help, const std::string& fallback) {
   return {flag, fallback, help, false, words};
 }
@@ -64,7 +64,7 @@ const Words kReductions = {"none", "sum", "mean"};
 static_assert(static_cast<int>(Reduction::none) == 0 && static_cast<int>(Reduction::sum) == 1 &&
               static_cast<int>(Reduction::mean) == 2);
 
-/// Of every loss of classifying rows, behind the arguments of its own.
+/// The arguments of every loss that classifies rows, behind the loss's own.
 std::vector<Argument> with_loss_arguments(std::vector<Argument> arguments, const std::string& gradients,
                                           const std::vector<Argument>& last) {
   const CrossEntropyOptions defaults;
@@ -106,7 +106,7 @@ bool wants_gradients(const Run& run) {
   return run.is_set("--backward") || !run.text("--grad").empty();
 }
 
-/// Everything that a forward writes, put into `views`, which has a member for each: lse, and what was asked for.
+/// The outputs of a forward, put into the members of `views`: the loss, lse, and the outputs that flags ask for.
 template <typename Views>
 void make_outputs(Run& run, Views& views, const CrossEntropyOptions& options, const Dims& row_shape, DType dtype) {
   const Dims loss_shape = options.reduction == Reduction::none ? row_shape : Dims{};
@@ -119,7 +119,7 @@ void make_outputs(Run& run, Views& views, const CrossEntropyOptions& options, co
   if (options.z_loss_weight > 0.0) views.z_loss = run.output("z_loss", dtype, loss_shape);
 }
 
-/// What a forward writes for the backward alone, and no file gets.
+/// The outputs that a forward writes for its backward alone; they are in no file.
 template <typename Views>
 void make_outputs_for_backward(Run& run, Views& views, const CrossEntropyOptions& options, const Dims& row_shape) {
   const DType dtype = views.lse.dtype;
@@ -127,7 +127,7 @@ void make_outputs_for_backward(Run& run, Views& views, const CrossEntropyOptions
   if (options.reduction == Reduction::mean) views.divisor = run.filled(dtype, {}, 0.0);
 }
 
-/// What a backward reads of its forward, and the gradient of the loss: 1 unless the file has one.
+/// The forward's results that a backward reads, and the upstream gradient: 1 unless the file has one.
 template <typename Args, typename Views>
 void set_upstream(Run& run, Args& backward, const Views& forward) {
   backward.grad_loss = run.input("--grad");
@@ -140,7 +140,7 @@ void set_upstream(Run& run, Args& backward, const Views& forward) {
 }
 
 void run_cross_entropy(Run& run) {
-  // In place the logits are loaded to where their gradient will be.
+  // In place, the logits are loaded into the memory of their gradient.
   const bool is_in_place = run.is_set("--in-place");
   const bool has_backward = wants_gradients(run) && !is_in_place;
   const TensorView logits = is_in_place ? run.output_over_input("grad_logits", "--logits") : run.input("--logits");
@@ -179,7 +179,7 @@ const Words kHeadInputs = {"hidden", "head", "bias"};
 
 LinearCrossEntropyGradients head_gradients(Run& run, const LinearCrossEntropyInputs& inputs) {
   const auto& named = run.get<Words>("--gradients");
-  // Without a list: of everything that the file has.
+  // Without a list: the gradients of all inputs that the file has.
   const auto output = [&](const std::string& input, const std::string& name, DType dtype, const TensorView& like) {
     const bool is_wanted = named.empty() || std::find(named.begin(), named.end(), input) != named.end();
     return is_wanted && like.is_present ? run.output(name, dtype, like.shape) : TensorView{};
@@ -215,7 +215,7 @@ void run_linear_cross_entropy(Run& run) {
   make_outputs(run, forward.outputs, inputs.options, row_shape, accumulator_dtype(inputs.hidden.dtype));
   if (!has_gradients) return linear_cross_entropy_forward(forward, run.context());
 
-  // "auto": the upstream gradient is known before the loss here, whatever the reduction.
+  // For "auto", the upstream gradient is known here before the loss, whatever the reduction.
   const std::string& algorithm = run.text("--algorithm");
   const bool saves_memory = algorithm == "memory" && inputs.hidden.device.type == DeviceType::cuda;
   if (saves_memory && inputs.workspace_limit == 0 && inputs.head.shape.size() == 2) {
@@ -256,8 +256,8 @@ static_assert(static_cast<int>(Activation::none) == 0 && static_cast<int>(Activa
               static_cast<int>(Activation::sigmoid) == 2 && static_cast<int>(Activation::silu) == 3 &&
               static_cast<int>(Activation::softmax) == 4);
 
-/// A tensor of the file as the operator takes it, [B, H, N, ...]. The core, which checks everything else, speaks of
-/// those axes: how many the file's tensor has is checked here.
+/// A tensor of the file in the operator's axes, [B, H, N, ...]. The core checks everything else in these axes; the
+/// number of axes of the file's tensor is checked here.
 TensorView as_heads_first(const TensorView& view, const char* called, const std::string& layout) {
   if (view.shape.size() != 4) {
     check::fail({"lrpe_cosine", called, view},
@@ -302,7 +302,7 @@ void run_lrpe_cosine(Run& run) {
                                   .activation = forward.activation,
                                   .activation_dim = forward.activation_dim,
                                   .lse = forward.lse};
-  // In the axes of the file, which the core does not know.
+  // Checked in the file's axes, which the core does not know.
   check::has_shape({"lrpe_cosine", "grad_out", grad_out}, out_shape, "that of out");
   backward.grad_x = as_heads_first(run.output("grad_x", x.dtype, x.shape), "grad_x", layout);
   backward.grad_theta = run.output("grad_theta", angles.theta.dtype, angles.theta.shape);

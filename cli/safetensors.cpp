@@ -1,6 +1,6 @@
-// The header is parsed into a tree by nlohmann's parser, which checks JSON and UTF-8 and does not recurse. What a tree
-// cannot show, names given twice, and what would only take memory, deep nesting and long lists, is refused while it is
-// parsed.
+// nlohmann's parser reads the header into a tree. It checks JSON and UTF-8, and does not recurse. Names given twice,
+// which a tree cannot show, are refused during parsing, and so are deep nesting and long lists, which would only take
+// memory.
 #include "cli/safetensors.h"
 
 #include <fmt/format.h>
@@ -21,7 +21,7 @@ namespace {
 
 using nlohmann::json;
 
-// That of the format's reference implementation.
+// The limit of the format's reference implementation.
 constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;
 constexpr std::size_t kLengthBytes = 8;
 
@@ -31,7 +31,7 @@ struct StoredType {
   std::optional<DType> dtype;
 };
 
-// Every element type that the format has.
+// All element types of the format.
 constexpr StoredType kStoredTypes[] = {
     {"BOOL", 8, DType::boolean},  {"U8", 8, DType::uint8},       {"I8", 8, DType::int8},
     {"I16", 16, DType::int16},    {"I32", 32, DType::int32},     {"I64", 64, DType::int64},
@@ -56,14 +56,14 @@ struct Description {
   std::uint64_t begin = 0, end = 0;
 };
 
-// Objects of objects of lists: anything deeper is refused when it opens.
+// Objects of objects of lists. A deeper level is refused when it opens.
 constexpr int kMaxDepth = 3;
 
 // An object or a list that has begun and not ended.
 struct Open {
   bool is_list = false;
   std::set<std::string> names = {};  // of an object
-  int values = 0;                    // of a list: at most as many as a shape has axes
+  int values = 0;                    // of a list: at most as many as a shape may have axes
 };
 
 json parse_header(std::string_view text, const std::string& label) {
@@ -119,7 +119,7 @@ Description read_description(const std::string& name, const json& fields, const 
   return tensor;
 }
 
-// Shape times size of an element; nothing where that does not fit 64 bits or does not end on a whole byte.
+// The bytes of a tensor by its shape and type; nothing if they exceed 64 bits or do not end on a whole byte.
 std::optional<std::uint64_t> expected_bytes(const Description& tensor) {
   std::uint64_t bits = static_cast<std::uint64_t>(tensor.type->bits);
   for (const std::int64_t size : tensor.shape) {
@@ -128,7 +128,8 @@ std::optional<std::uint64_t> expected_bytes(const Description& tensor) {
   return bits % 8 == 0 ? std::optional(bits / 8) : std::nullopt;
 }
 
-// Each tensor as large as its shape says, and one after the other from the first byte of the data to the last.
+// Checks that each tensor has its shape's bytes, and that the tensors follow each other from the first byte of the data
+// to the last.
 void check_layout(std::vector<Description>& tensors, std::uint64_t data_bytes, const std::string& label) {
   std::sort(tensors.begin(), tensors.end(), [](const Description& a, const Description& b) {
     return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
@@ -155,7 +156,7 @@ void check_layout(std::vector<Description>& tensors, std::uint64_t data_bytes, c
   }
 }
 
-// The header as text, its length checked.
+// Returns the header as text, after a check of its length.
 std::string_view header_text(std::span<const std::byte> file, const std::string& label) {
   if (file.size() < kLengthBytes) {
     throw InvalidArgument(
@@ -187,7 +188,8 @@ std::string_view header_text(std::span<const std::byte> file, const std::string&
 std::string in_quotes(std::string_view text) {
   constexpr std::size_t kShown = 60;
   const std::string dumped = json(text).dump(-1, ' ', false, json::error_handler_t::replace);
-  // A terminal acts on U+007F to U+009F too, which JSON does not escape. From U+0080 on they are 0xC2 and their number.
+  // A terminal also acts on U+007F to U+009F, which JSON does not escape. In UTF-8, U+0080 to U+009F are 0xC2 and a
+  // byte of that value.
   std::string shown;
   for (std::size_t i = 0; i < dumped.size(); ++i) {
     const bool is_pair = dumped[i] == '\xC2' && static_cast<unsigned char>(dumped[i + 1]) < 0xA0;
@@ -229,7 +231,7 @@ StoredTensors parse_safetensors(std::span<const std::byte> file, const std::stri
 }
 
 void write_safetensors(AtomicFile& file, std::vector<NamedTensor> tensors) {
-  // Wide elements first: then each tensor begins at a multiple of its element size without gaps, which the format
+  // Wide elements first: each tensor then begins at a multiple of its element size without a gap, which the format
   // forbids.
   std::stable_sort(tensors.begin(), tensors.end(), [](const NamedTensor& a, const NamedTensor& b) {
     return size_of(a.view.dtype) > size_of(b.view.dtype);

@@ -1,6 +1,6 @@
-// Files of tensors in the safetensors format: 8 bytes of header length, a JSON header, then the data of the tensors
-// without gaps. Files come from anywhere, so a reader believes nothing: whatever parse_safetensors() returns lies
-// inside the bytes that it was given, and whatever it refuses it refuses with InvalidArgument and one sentence.
+// Files of tensors in the safetensors format: 8 bytes of header length, a JSON header, then the tensors' data without
+// gaps. Files come from anywhere, and the reader trusts nothing: every tensor that parse_safetensors() returns lies
+// inside the given bytes, and every refusal is an InvalidArgument of one sentence.
 #pragma once
 
 #include <sys/stat.h>
@@ -20,24 +20,24 @@
 
 namespace eaves::cli {
 
-/// A tensor as the file describes it. `data` is aligned to nothing: the format promises no alignment.
+/// A tensor as the file describes it. `data` may have any address: the format promises no alignment.
 struct StoredTensor {
   std::string dtype_name;      ///< the format's word: "BF16"
-  std::optional<DType> dtype;  ///< nothing where the format has an element type that eaves lacks
+  std::optional<DType> dtype;  ///< nothing if eaves lacks this element type of the format
   Dims shape;
   std::span<const std::byte> data;
 };
 
 using StoredTensors = std::map<std::string, StoredTensor>;
 
-/// `label` begins every message, usually the path. The result points into `file`.
+/// `label`, usually the path, begins every message. The result points into `file`.
 StoredTensors parse_safetensors(std::span<const std::byte> file, const std::string& label);
 
-/// A name from a file, made fit for a message: in quotes, short, without control characters.
+/// A name from a file, made safe for a message: in quotes, short, without control characters.
 std::string in_quotes(std::string_view text);
 
-/// A whole regular file, mapped read-only. Throws InvalidArgument if it cannot be read. The program has one such
-/// file at a time: reading bytes that another process has cut off meanwhile ends it (stop.h).
+/// A regular file, mapped whole and read-only. Throws InvalidArgument if it cannot be read. The program has one such
+/// file at a time. If another process cuts the file short, reading the missing bytes ends the program (stop.h).
 class MappedFile {
  public:
   MappedFile(const std::string& argument, const std::string& path);
@@ -47,11 +47,11 @@ class MappedFile {
 
   std::span<const std::byte> bytes() const { return {static_cast<const std::byte*>(data_), size_}; }
 
-  /// True where `path` is this file, whatever it is called there.
+  /// True if `path` leads to this file, by whatever name.
   bool is_same_file(const std::string& path) const;
 
-  /// Throws InvalidArgument if the file has been written since. One that is cut short within its last page only
-  /// ends in zeros, and has no bytes whose reading fails.
+  /// Throws InvalidArgument if the file was written since it was mapped. A file that is cut short within its last page
+  /// reads as zeros there, and no read of it fails.
   void check_unchanged() const;
 
  private:
@@ -68,7 +68,7 @@ struct NamedTensor {
   TensorView view;
 };
 
-/// Writes the tensors so that each is aligned to its element size in the file. The file still has to be committed.
+/// Writes the tensors, each aligned to its element size in the file. The caller commits the file.
 void write_safetensors(AtomicFile& file, std::vector<NamedTensor> tensors);
 
 }  // namespace eaves::cli

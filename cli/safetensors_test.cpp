@@ -1,5 +1,5 @@
-// The reader of safetensors files against what it may meet: every rule of the format broken once, and a legal file
-// mutated at random.
+// The reader of safetensors files against bad files: every rule of the format broken once, and a legal file mutated at
+// random.
 #include "cli/safetensors.h"
 
 #include <gtest/gtest.h>
@@ -54,8 +54,8 @@ std::string refusal(const Bytes& file) {
 }
 
 TEST(Safetensors, LegalFileIsReadWhateverTheOrderOfItsNames) {
-  // Padded with spaces, as writers do; the tensor that comes first in the header lies second; one is empty, one has no
-  // axes, and the bytes of "b" begin at an odd address.
+  // Padded with spaces, as writers do. The first tensor of the header lies second; one tensor is empty, one has no
+  // axes, and "b" begins at an odd address.
   const std::string header =
       R"({"__metadata__":{"format":"pt"},"b":{"dtype":"F32","shape":[2,1],"data_offsets":[1,9]},)"
       R"("a":{"data_offsets":[0,1],"shape":[],"dtype":"BOOL"},)"
@@ -114,7 +114,7 @@ TEST(Safetensors, EveryBrokenRuleHasItsSentence) {
       {make_file("{\"\xed\xa0\x80\":{}}", 0), no_json},  // half a surrogate pair
       {with_shape("[1e999]"), no_json},
       {make_file(std::string("{}\0junk", 7), 0), "the header has a zero byte"},
-      // Deep enough to end a recursive parser's stack.
+      // Deep enough to overflow the stack of a recursive parser.
       {make_file("{\"x\":" + repeated("[", 1000000), 0), "the header is nested too deeply"},
       {make_file(repeated("{\"x\":", 1000000), 0), "the header is nested too deeply"},
       {make_file("{\"x\":{},\"x\":{}}", 0), "the header has \"x\" twice in one object"},
@@ -141,7 +141,7 @@ TEST(Safetensors, EveryBrokenRuleHasItsSentence) {
       {with_shape("[9223372036854775808]"), sizes},
       {with_shape("[99999999999999999999]"), sizes},
       {with_shape("[4294967296,4294967296]"), unfit},
-      {with_shape("[4611686018427387904]"), unfit},  // times 4 bytes is beyond 64 bits
+      {with_shape("[4611686018427387904]"), unfit},  // times 4 bytes exceeds 64 bits
       {with_shape("[3]"), unfit},
       {make_file(one_tensor(R"("dtype":"F4","shape":[17],"data_offsets":[0,8])"), 8), unfit},  // half a byte too long
       {with_offsets("[0]", 8), no_offsets},
@@ -156,7 +156,7 @@ TEST(Safetensors, EveryBrokenRuleHasItsSentence) {
       {with_offsets("[1,9]", 9), "\"x\" begins at byte 1, expected 0 (no overlap, no gap)"},
       {make_file("{\"x\":{" + f32 + pair + eight + "},\"y\":{" + f32 + pair + R"("data_offsets":[4,12]}})", 12),
        "\"y\" begins at byte 4, expected 8 (no overlap, no gap)"},
-      // What a terminal could act on does not reach it.
+      // Characters that a terminal could act on do not reach it.
       {make_file("{\"\\u001b[2J\xc2\x9b\x7f\":3}", 0), "the header's \"\\u001b[2J\\u009b\\u007f\" is not"},
       {make_file("{\"größe\u00a0\":3}", 0), "the header's \"größe\u00a0\" is not"},
       {make_file("{\"" + std::string(200, 'n') + "\":3}", 0), "nnnn...\" is not"},
@@ -171,7 +171,7 @@ TEST(Safetensors, EveryBrokenRuleHasItsSentence) {
   }
 }
 
-// Mutations that keep most of the structure, since random bytes would end at the first check.
+// Mutates most files only a little, because random bytes would fail the first check.
 void mutate(Bytes& file, std::mt19937_64& random) {
   const auto place = [&] { return static_cast<std::size_t>(random() % (file.size() + 1)); };
   const auto insert = [&](const Bytes& piece) {
@@ -205,7 +205,7 @@ void mutate(Bytes& file, std::mt19937_64& random) {
     case 2:
       insert(to_bytes(kPieces[random() % std::size(kPieces)]));
       break;
-    case 3: {  // a range again, elsewhere
+    case 3: {  // a range, repeated elsewhere
       const auto begin = file.begin() + static_cast<std::ptrdiff_t>(place() % file.size());
       insert(Bytes(begin, begin + std::min<std::ptrdiff_t>(file.end() - begin, random() % 40)));
       break;
@@ -220,7 +220,7 @@ void mutate(Bytes& file, std::mt19937_64& random) {
   }
 }
 
-// Otherwise most mutants would only say that the header's length is wrong.
+// Repairs the header's length; most mutants would otherwise fail on it alone.
 void repair_length(Bytes& file, std::size_t data_bytes) {
   if (file.size() < 8 + data_bytes) return;
   const std::string prefix = length_prefix(file.size() - 8 - data_bytes);

@@ -1,4 +1,4 @@
-// The handler does what a handler may: lock-free atomics and a few system calls.
+// The handler limits itself to lock-free atomics and a few system calls, as a signal handler must.
 #include "cli/stop.h"
 
 #include <signal.h>
@@ -17,11 +17,11 @@
 namespace eaves::cli {
 namespace {
 
-// timeout(1) sends its signal to the process and to the process's group: two of them so close together are one.
+// timeout(1) sends its signal to the process and to its group. Two signals so close together count as one.
 constexpr std::int64_t kOneSignalMs = 300;
 
 std::atomic<bool> is_deferred{false};
-std::atomic<std::int64_t> first_signal_ms{0};  // 0: there was none
+std::atomic<std::int64_t> first_signal_ms{0};  // 0: none so far
 std::atomic<const char*> temporary_path{nullptr};
 std::atomic<std::uintptr_t> input_begin{0}, input_end{0};
 static_assert(std::atomic<bool>::is_always_lock_free && std::atomic<std::int64_t>::is_always_lock_free &&
@@ -54,7 +54,7 @@ extern "C" void on_bus_error(int, siginfo_t* info, void*) {
   if (address >= input_begin && address < input_end) {
     end_at_once("eaves: --input: the file was cut short while it was read\n", kWrongArgumentOrFile);
   }
-  signal(SIGBUS, SIG_DFL);  // the instruction runs again, and ends the program as it would have without this handler
+  signal(SIGBUS, SIG_DFL);  // the instruction runs again, and ends the program as if there were no handler
 }
 
 }  // namespace
@@ -64,7 +64,7 @@ void handle_stop_signals() {
   action.sa_handler = on_stop_signal;
   action.sa_flags = SA_RESTART;
   sigemptyset(&action.sa_mask);
-  // A shell without job control starts background programs with SIGINT ignored: it is handled all the same.
+  // A shell without job control starts background programs with SIGINT ignored. They handle it here all the same.
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
   struct sigaction hang_up {};
@@ -74,8 +74,8 @@ void handle_stop_signals() {
   bus_error.sa_sigaction = on_bus_error;
   bus_error.sa_flags = SA_SIGINFO;
   sigaction(SIGBUS, &bus_error, nullptr);
-  // Ctrl-C also ends `| tee`, often before us. Writing fails then; that may not be the end of the program. Nor may a
-  // limit on the size of files (ulimit -f).
+  // Ctrl-C also ends `| tee`, often before this program; its next write then fails. A failed write must not end the
+  // program by a signal, nor must a limit on the size of files (ulimit -f).
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN);
 }

@@ -1,7 +1,7 @@
-// Ctrl-C and its like. SIGINT, SIGTERM and, unless it is ignored (nohup), SIGHUP end the program with exit code 130,
-// and the temporary file of an AtomicFile goes with it: at once or, in a command that asks check_stop() now and then,
-// in order, with its results so far. There the second signal ends it at once. Signals that a failed write would send
-// become the error of that write, and SIGBUS in the mapped input file becomes a sentence.
+// Ctrl-C and similar signals. SIGINT, SIGTERM and, unless it is ignored (nohup), SIGHUP end the program with exit code
+// 130 and remove the temporary file of an AtomicFile. Most commands end at once. A command that calls check_stop() ends
+// in order, with its results so far; a second signal ends it at once. Signals that a failed write would send become the
+// error of that write. SIGBUS in the mapped input file becomes a sentence.
 #pragma once
 
 #include <cstddef>
@@ -9,30 +9,30 @@
 
 namespace eaves::cli {
 
-constexpr int kStoppedExitCode = 130;  // 128 + SIGINT, as a shell says it; the same for all of them
+constexpr int kStoppedExitCode = 130;  // 128 + SIGINT, as in a shell; the same for all of these signals
 
-/// What check_stop() throws. No std::exception, so that no handler takes it for the failure of a row.
+/// The exception of check_stop(). It is no std::exception, so that no handler takes it for a row's failure.
 struct Stopped {
   std::string message;
 };
 
-/// At the program's begin.
+/// Called at the start of the program.
 void handle_stop_signals();
 
-/// From here on the first signal is left to check_stop().
+/// From here on check_stop() handles the first signal.
 void defer_stop();
 
-/// Whether there was one.
+/// True if a signal has come.
 bool is_stop_wanted();
 
-/// Throws Stopped if so.
+/// Throws Stopped if a signal has come.
 void check_stop();
 
-/// The file that a signal removes where it ends the program at once; nullptr: none. The characters are not copied.
+/// The file to remove if a signal ends the program at once; nullptr: none. The characters are not copied.
 void remove_when_stopped(const char* path);
 
-/// Says where the input file is mapped. Reading bytes that another process has cut off it ends the program with a
-/// sentence. nullptr: no file.
+/// The memory of the mapped input file; nullptr: none. If another process cuts the file short, reading the missing
+/// bytes ends the program with a sentence.
 void expect_input_at(const void* data, std::size_t bytes);
 
 /// Throws std::system_error if standard output cannot be written; its code is std::errc::broken_pipe if the reader of a

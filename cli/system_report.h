@@ -1,4 +1,4 @@
-// What a build of eaves has and lacks on this machine, for `eaves info` and for the Python package.
+// The parts that a build of eaves has and lacks on this machine, for `eaves info` and for the Python package.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace eaves::cli {
 
-/// One sentence each: what is not here, and what follows from it.
+/// One sentence for each missing part and its consequence.
 std::vector<std::string> missing_parts(const SystemInfo& system);
 
 /// The JSON of `eaves info --json`.

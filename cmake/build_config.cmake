@@ -1,5 +1,5 @@
-# The private header core/build_config.h: what this build is. Configuring writes it. The commit changes more often than
-# that, so every build looks it up, and writes a file only when it has changed: a commit recompiles that file alone.
+# The private header core/build_config.h describes this build. Configuring writes it. The commit changes more often, so
+# every build looks it up and writes its own file if it has changed: a new commit recompiles that file alone.
 set(EAVES_COMPILER "${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}")
 string(REPLACE "GNU" "g++" EAVES_COMPILER "${EAVES_COMPILER}")
 configure_file(cmake/build_config.h.in ${PROJECT_BINARY_DIR}/generated/core/build_config.h @ONLY)

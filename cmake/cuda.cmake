@@ -1,19 +1,19 @@
-# Is the CUDA backend built, by which toolkit and for which GPUs. Sets EAVES_HAVE_CUDA (0 or 1), EAVES_CUDA_VERSION
-# and EAVES_CUDA_ARCHITECTURES, and enables the language. EAVES_CUDA=AUTO goes without a toolkit that is not there; a
-# toolkit that is there and too old is an error, because its owner expects a GPU backend.
+# Decides whether the CUDA backend is built, by which toolkit and for which GPUs. Sets EAVES_HAVE_CUDA (0 or 1),
+# EAVES_CUDA_VERSION and EAVES_CUDA_ARCHITECTURES, and enables the language. EAVES_CUDA=AUTO goes without CUDA if there
+# is no toolkit. A toolkit that is too old is an error, because its owner expects a GPU backend.
 set(EAVES_CUDA_MINIMUM 12.4)
 
 set(EAVES_CUDA_TARGETS native CACHE STRING
     "GPUs to compile for: native (those of this machine, else sm_90a), all, or a list as CMAKE_CUDA_ARCHITECTURES")
 
-# eaves_cuda_targets(<variable>): EAVES_CUDA_TARGETS as a list that CMAKE_CUDA_ARCHITECTURES takes, each with -real
-# (machine code) or -virtual (PTX, which the driver compiles).
+# eaves_cuda_targets(<variable>): EAVES_CUDA_TARGETS as a list for CMAKE_CUDA_ARCHITECTURES, each with -real (machine
+# code) or -virtual (PTX, which the driver compiles).
 function(eaves_cuda_targets variable)
   set(targets ${EAVES_CUDA_TARGETS})
   if(targets STREQUAL "all")
     # sm_80 machine code runs on every GPU of compute capability 8.x, sm_90a (with the Hopper-only instructions) on 9.0
-    # alone. The PTX is for GPUs that come later, which the driver compiles it for: compute_90, because it has clusters
-    # and bulk copies, while PTX for 90a would run on nothing but 9.0.
+    # alone. The driver compiles the PTX for later GPUs: compute_90, because it has clusters and bulk copies, and
+    # because PTX for 90a would run on 9.0 alone.
     set(targets 80-real 90a-real 90-virtual)
   elseif(targets STREQUAL "native")
     execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader OUTPUT_VARIABLE lines
@@ -22,12 +22,12 @@ function(eaves_cuda_targets variable)
     if(status EQUAL 0)
       string(REGEX REPLACE "\r?\n" ";" lines "${lines}")
     else()
-      set(lines "")  # the driver's error, which it prints there
+      set(lines "")  # nvidia-smi prints its errors there too
     endif()
     foreach(line ${lines})
       if(NOT line MATCHES "^[0-9]+\\.[0-9]$" OR line VERSION_LESS 8.0)
         continue()
-      elseif(line VERSION_GREATER 9.0)  # the oldest toolkit has no machine code for these
+      elseif(line VERSION_GREATER 9.0)  # the oldest supported toolkit has no machine code for these
         list(APPEND targets 90-virtual)
       elseif(line VERSION_EQUAL 9.0)
         list(APPEND targets 90a-real)
@@ -43,7 +43,8 @@ function(eaves_cuda_targets variable)
   else()
     list(TRANSFORM targets APPEND -real REGEX "^[0-9]+[a-z]?$")
     foreach(target ${targets})
-      # The host takes a kernel with clusters wherever the GPU has them, and older PTX lacks its body.
+      # The host launches kernels with clusters on every GPU that has them, and older PTX lacks the body of these
+      # kernels.
       if(target MATCHES "^([0-9]+)[a-z]?-virtual$" AND CMAKE_MATCH_1 LESS 90)
         message(FATAL_ERROR "eaves: EAVES_CUDA_TARGETS has ${target}: PTX has to be of 90 or newer, because GPUs from "
                             "compute capability 9.0 on run kernels that older PTX lacks.")
@@ -61,7 +62,7 @@ set(EAVES_HAVE_CUTLASS 0)
 set(EAVES_CUDA_VERSION "")
 set(EAVES_CUDA_ARCHITECTURES "")
 
-# eaves_without_cuda(<why>): one line and on with the CPU, or an error where CUDA was asked for.
+# eaves_without_cuda(<why>): one line, then the build goes on for the CPU; an error if CUDA was asked for.
 function(eaves_without_cuda why)
   if(EAVES_CUDA STREQUAL "AUTO")
     message(STATUS "eaves: ${why}: building the CPU backend alone")
@@ -87,13 +88,13 @@ if(CUDAToolkit_VERSION VERSION_LESS EAVES_CUDA_MINIMUM)
                       "-DEAVES_CUDA=OFF.")
 endif()
 
-# A trial: the toolkit may not know a host compiler as new as ours.
+# A trial, because the toolkit may not support a host compiler as new as this one.
 eaves_cuda_targets(CMAKE_CUDA_ARCHITECTURES)
 if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
   set(ENV{CUDACXX} ${CUDAToolkit_NVCC_EXECUTABLE})
 endif()
 if(NOT CMAKE_CUDA_HOST_COMPILER AND NOT DEFINED ENV{CUDAHOSTCXX})
-  # By the real name of GCC: to a compiler cache, c++ here and g++ there would be two compilers.
+  # GCC's real name: to a compiler cache, c++ and g++ would be two compilers.
   file(REAL_PATH ${CMAKE_CXX_COMPILER} host_compiler)
   if(NOT host_compiler MATCHES "g\\+\\+[^/]*$")
     set(host_compiler ${CMAKE_CXX_COMPILER})
@@ -108,7 +109,7 @@ if(NOT CMAKE_CUDA_COMPILER)
 endif()
 enable_language(CUDA)
 
-# CMake 3.25 does not know yet that nvcc has C++20.
+# CMake 3.25 does not know that nvcc has C++20.
 foreach(kind STANDARD EXTENSION)
   if(NOT CMAKE_CUDA20_${kind}_COMPILE_OPTION)
     set(CMAKE_CUDA20_${kind}_COMPILE_OPTION -std=c++20)
@@ -127,11 +128,12 @@ set(EAVES_CUDA_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES})
 list(TRANSFORM EAVES_CUDA_ARCHITECTURES REPLACE "-real$" "")
 list(TRANSFORM EAVES_CUDA_ARCHITECTURES REPLACE "-virtual$" "+")
 
-# The headers of CUTLASS: products that end in exponentials, on Hopper alone. tools/setup unpacks them from the wheel
-# nvidia-cutlass, which older ones installed; without them linear_cross_entropy keeps its logits in memory.
+# The headers of CUTLASS, for products that end in exponentials, on Hopper alone. tools/setup unpacks them from the
+# wheel nvidia-cutlass; older versions of it installed that wheel. Without them linear_cross_entropy keeps its logits in
+# memory.
 if("90a-real" IN_LIST CMAKE_CUDA_ARCHITECTURES)
   set(prefixes ${PROJECT_SOURCE_DIR}/.venv)
-  if(Python_EXECUTABLE)  # that builds a wheel, perhaps elsewhere
+  if(Python_EXECUTABLE)  # the Python that builds a wheel, perhaps another one
     get_filename_component(bin ${Python_EXECUTABLE} DIRECTORY)
     list(APPEND prefixes ${bin}/..)
   endif()
@@ -139,7 +141,7 @@ if("90a-real" IN_LIST CMAKE_CUDA_ARCHITECTURES)
   list(TRANSFORM cutlass_of_wheel APPEND /cutlass/cutlass_library/source/include)
   list(TRANSFORM prefixes APPEND /lib/python3*/site-packages/cutlass_library/source/include)
   file(GLOB cutlass_of_wheel ${cutlass_of_wheel} ${prefixes})
-  if(NOT EXISTS "${EAVES_CUTLASS_INCLUDE}/cutlass/version.h")  # not looked for yet, or in a .venv that has gone
+  if(NOT EXISTS "${EAVES_CUTLASS_INCLUDE}/cutlass/version.h")  # not looked for yet, or in a .venv that is gone
     unset(EAVES_CUTLASS_INCLUDE CACHE)
   endif()
   find_path(EAVES_CUTLASS_INCLUDE cutlass/gemm/collective/collective_builder.hpp HINTS ${cutlass_of_wheel}

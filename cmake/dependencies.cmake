@@ -1,14 +1,14 @@
-# The libraries that eaves stands on, from the system's package manager (tools/setup installs them). The library needs
-# Highway and, but for the extension of PyTorch, which brings its own threads, OpenMP; the rest is for the program, the
-# tests and the extension's report of the system.
+# The libraries that eaves needs, from the system's package manager (tools/setup installs them). The library needs
+# Highway, and OpenMP outside of the extension of PyTorch, which brings its own threads. The program, the tests and the
+# extension's report of the system need the rest.
 find_package(hwy CONFIG REQUIRED)
 
 if(NOT EAVES_BUILD_PYTHON)
-  # FindOpenMP names the runtime as a file, so that the archive can take the shared library's place.
+  # FindOpenMP names the runtime as a file, so that the archive can replace the shared library.
   if(EAVES_RELOCATABLE)
     execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libgomp.a OUTPUT_VARIABLE libgomp
                     OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
-    if(EXISTS "${libgomp}")  # the compiler echoes the bare name when it has none
+    if(EXISTS "${libgomp}")  # a compiler without the archive echoes the bare name
       set(OpenMP_gomp_LIBRARY ${libgomp} CACHE FILEPATH "GNU OpenMP runtime")
     endif()
   endif()
@@ -24,8 +24,8 @@ if(EAVES_BUILD_PROGRAMS)
   find_package(GTest REQUIRED)
 endif()
 
-# eaves_make_relocatable(<program>): the build folder, copied to another machine, starts there. Distributions ship
-# Highway as a shared library only, so it lies in lib/ beside the programs, where they look first.
+# eaves_make_relocatable(<program>): lets a copy of the build folder run on another machine. Distributions have Highway
+# as a shared library only. It is copied to lib/ beside the programs, which look there first.
 function(eaves_make_relocatable program)
   set_target_properties(
     ${program} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR} BUILD_WITH_INSTALL_RPATH ON

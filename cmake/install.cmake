@@ -15,6 +15,6 @@ install(FILES ${PROJECT_BINARY_DIR}/eaves-config.cmake ${PROJECT_BINARY_DIR}/eav
 
 if(EAVES_BUILD_CLI)
   install(TARGETS eaves_cli)
-  # Highway, where it lies beside the programs: the installed one looks there too.
+  # Highway, if it lies beside the programs: the installed program looks here too.
   install(DIRECTORY ${PROJECT_BINARY_DIR}/lib/ DESTINATION ${CMAKE_INSTALL_LIBDIR} OPTIONAL FILES_MATCHING PATTERN "libhwy*")
 endif()

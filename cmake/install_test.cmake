@@ -1,9 +1,9 @@
 # cmake -D BUILD_DIR=<built eaves> -D SOURCE_DIR=<tree> -D GENERATOR=<> -D CXX=<> -P install_test.cmake
-# Installs, copies examples/cpp out of the tree, builds it with find_package(eaves) alone and runs every program of it.
+# Installs, copies examples/cpp out of the tree, builds it with find_package(eaves) alone and runs all of its programs.
 set(work ${BUILD_DIR}/install_test)
 file(REMOVE_RECURSE ${work})
 
-# In the tree's folder, as the README's commands are: train_ngram reads LICENSE there.
+# Runs in the tree's folder, like the README's commands: train_ngram reads LICENSE there.
 function(run)
   execute_process(COMMAND ${ARGN} WORKING_DIRECTORY ${SOURCE_DIR} RESULT_VARIABLE result)
   if(NOT result EQUAL 0)

@@ -1,6 +1,7 @@
-# The target jax::ffi: the headers of XLA's foreign function interface, which jaxlib brings. Of the jaxlib of the Python
-# that builds (Python_EXECUTABLE), looked up without importing it. Without jaxlib, or with one that is too old, there is
-# no target, and the package is built without eaves.jax.
+# The target jax::ffi: the headers of XLA's foreign function interface. They come with the jaxlib of the Python that
+# builds (Python_EXECUTABLE), which is looked up without importing it. Without jaxlib, or with one that is too old,
+# there is no target, and the package is built without eaves.jax.
+#
 # The oldest jaxlib that the library runs under is written in one place, for Python and for CMake.
 file(STRINGS python/eaves/jax/_library.py target_line REGEX "^JAX_TARGET = ")
 string(REGEX REPLACE "^[^\"]*\"([^\"]*)\".*" "\\1" EAVES_JAX_TARGET "${target_line}")

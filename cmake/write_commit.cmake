@@ -1,8 +1,8 @@
 # cmake -D GIT=<git> -D SOURCE_DIR=<tree> -D OUTPUT=<file.cpp> -P write_commit.cmake
-# Writes the commit of the tree, "-dirty" after it where tracked files differ, into a C++ file, if it has changed.
+# Writes the commit of the tree into a C++ file, if it has changed. "-dirty" follows the commit if tracked files differ.
 set(commit unknown)
 if(GIT AND EXISTS ${SOURCE_DIR}/.git)
-  # A tree that belongs to another user (a build as root) is ours to read all the same.
+  # Git refuses a tree of another user (a build as root); reading this one is safe.
   execute_process(
     COMMAND ${GIT} -c safe.directory=${SOURCE_DIR} --no-optional-locks describe --always --dirty --exclude=*
             --abbrev=40

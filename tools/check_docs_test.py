@@ -1,4 +1,4 @@
-"""Every check of tools/check_docs can fail: each kind of defect is put into a small tree, and is found."""
+"""Every check of tools/check_docs can fail: the tests put each kind of defect into a small tree, and find it."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""tools/run_tests on made-up programs: the progress that it shows, and its counts."""
+"""tools/run_tests on made-up programs: its progress lines and its counts."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""tools/test_integrations on made-up tests: which lines pass."""
+"""tools/test_integrations on made-up tests: the lines that pass and fail."""
 
 import sys
 import tempfile
@@ -13,7 +13,7 @@ TEST_INTEGRATIONS = Path(__file__).resolve().parent / "test_integrations"
 class TestIntegrations(unittest.TestCase):
     def passes(self, source):
         loader = SourceFileLoader("test_integrations", str(TEST_INTEGRATIONS))
-        integrations = sys.modules[loader.name] = ModuleType(loader.name)  # where dataclasses look
+        integrations = sys.modules[loader.name] = ModuleType(loader.name)  # dataclasses look there
         integrations.__file__ = str(TEST_INTEGRATIONS)
         loader.exec_module(integrations)
         with tempfile.TemporaryDirectory() as folder:

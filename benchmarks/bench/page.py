@@ -14,7 +14,7 @@ from typing import Any
 
 from eaves._command_line import say
 
-from . import results, tables
+from . import doors, results, tables
 from .benchmark import PROGRAM, InvalidArgument, Operator, Provider
 from .calls import PROTOCOLS
 from .operators import OPERATORS
@@ -119,6 +119,7 @@ def _page(folder: Folder) -> list[str]:
             lines += _images(folder, operator, "time", "memory")
             lines += [f"- {sentence}" for sentence in tables.summary(found)] + [""]
             lines += [line for table in chosen if table.is_curve for line in _table(table, "ms", "")]
+    lines += doors.section(folder.path)
     everything = [table for each in folder.tables.values() for table in each]
     for heading, words, rows in (
         ("Where a peer is faster", _SLOWER, tables.slower(everything)),

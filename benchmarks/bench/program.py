@@ -23,7 +23,7 @@ from .operators import OPERATORS
 from .run import run_bench
 
 RESULTS = Path(__file__).parents[1] / "results"
-COMMANDS = ("published", "page", "jax", "ranks", "accuracy")
+COMMANDS = ("published", "page", "jax", "ranks", "accuracy", "doors")
 """Modules whose `main` gets a parser and the words, and returns the exit code or nothing."""
 
 _DESCRIPTION = """\
@@ -42,6 +42,7 @@ other commands (each has --help):
   {PROGRAM} jax        a model's head from JAX
   {PROGRAM} ranks      a model's head cut over ranks
   {PROGRAM} accuracy   the errors of a model's head against float64
+  {PROGRAM} doors      a model that trains, with libraries' losses and with eaves
 
 lines of a table:
   limit              a plain kernel that streams the same bytes in the same run;

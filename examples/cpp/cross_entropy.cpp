@@ -1,5 +1,5 @@
-// The loss of a small batch and its gradient in one call, which leaves the gradient where the logits were. On the CPU.
-// Returns non-zero where the loss is not that of the formula, the mean of lse - z_t: (2.4402 - 2 + 3.4938 - 2) / 2.
+// The loss of a small batch and its gradient in one call, which overwrites the logits with the gradient. On the CPU.
+// Returns non-zero if the loss differs from the formula's, the mean of lse - z_t: (2.4402 - 2 + 3.4938 - 2) / 2.
 #include <eaves/cross_entropy.h>
 
 #include <cstdint>

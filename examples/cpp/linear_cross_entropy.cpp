@@ -1,6 +1,6 @@
-// A head and its loss without the logits, over two micro-batches: each call adds the head's gradient to one float32
-// buffer, and divides by the rows that count in both. On the CPU. Prints the losses and the gradient; returns non-zero
-// where they are not what one pass over all rows gives by the formula.
+// A head and its loss without the logits, over two micro-batches. Each call adds the head's gradient to one float32
+// buffer, and divides by the number of rows that count in both micro-batches. On the CPU. Prints the losses and the
+// gradient; returns non-zero if they differ from one pass over all rows by the formula.
 #include <eaves/linear_cross_entropy.h>
 
 #include <cmath>
@@ -35,7 +35,7 @@ int main() {
     std::printf("loss of micro-batch %d: %.4f\n", batch, loss[batch]);
   }
 
-  // The same by the formula: z = hidden head^T, loss = mean(lse - z_t), and dL/dz = (exp(z - lse) - [class is t]) / 3.
+  // The formula: z = hidden head^T, loss = mean(lse - z_t), and dL/dz = (exp(z - lse) - [class is t]) / 3.
   double expected_loss = 0;
   std::vector<double> expected_head(grad_head.size()), expected_hidden(hidden.size());
   for (int row = 0; row < batches * rows; ++row) {

@@ -1,5 +1,5 @@
 // logsumexp over the last axis of a small matrix, forward and backward, on the CPU. Prints both, and returns non-zero
-// when they are not what the formulas say.
+// if they differ from the formulas.
 #include <eaves/logsumexp.h>
 
 #include <cmath>
@@ -36,7 +36,7 @@ int main() {
     for (int i = 0; i < columns; ++i) {
       const float gradient = grad_x[row * columns + i];
       std::printf(" %.4f", gradient);
-      // lse was rounded to float32, and the gradient's relative error is lse's absolute error: 2^-15 at 1001.
+      // lse was rounded to float32. Its absolute error, 2^-15 at 1001, becomes the gradient's relative error.
       ok = ok && std::abs(gradient - std::exp(z[i] - max) / sum) <= 1e-4;
     }
     std::printf("\n");

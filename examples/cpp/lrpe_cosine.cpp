@@ -1,7 +1,7 @@
-// What "relative" means: a query at position i and a key at position j, both encoded, have an inner product that
+// The meaning of "relative": a query at position i and a key at position j, both encoded, have an inner product that
 // depends on i - j alone. The same query and the same key stand at every position of a short sequence, on the CPU.
-// Prints the inner product of each pair, and returns non-zero where it is not sum over d of q_d * k_d * cos(theta_d *
-// (i - j)).
+// Prints the inner product of each pair, and returns non-zero if it differs from the sum over d of q_d * k_d *
+// cos(theta_d * (i - j)).
 #include <eaves/lrpe_cosine.h>
 
 #include <cmath>
@@ -11,7 +11,7 @@
 constexpr int positions = 6, features = 4;
 const std::vector<float> theta = {1, 0.5f, 0.25f, 0.125f};  // radians per position
 
-// `x` at every position, encoded: out is [1, 1, positions, 2 * features].
+// Encodes `x` at every position: out is [1, 1, positions, 2 * features].
 std::vector<float> encode(const std::vector<float>& x) {
   std::vector<float> sequence, out(positions * 2 * features);
   for (int i = 0; i < positions; ++i) sequence.insert(sequence.end(), x.begin(), x.end());

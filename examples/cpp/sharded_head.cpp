@@ -1,8 +1,8 @@
-// A head whose vocabulary is cut over ranks (tensor parallel), in a trainer that communicates by itself: each rank has
+// A head whose vocabulary is cut over ranks (tensor parallel), in a trainer with its own communication. Each rank has
 // all of hidden and some classes of the head, and sends 10 numbers for each row in place of its logits. The call
-// computes chunks of rows, and calls back where ranks have to communicate. Threads stand for ranks here and shared
-// memory for NCCL, on the CPU. Prints the loss, and how far it and the gradients are from those of one rank; returns
-// non-zero where that is more than float32 rounds, where ranks do not agree to the bit, or where padding was written.
+// computes chunks of rows, and calls back when ranks have to communicate. Here threads stand for ranks and shared
+// memory for NCCL, on the CPU. Prints the loss, and how far it and the gradients are from one rank's results. Returns
+// non-zero if the distance exceeds float32 rounding, if ranks differ in a bit, or if padding was written.
 #include <eaves/linear_cross_entropy.h>
 
 #include <algorithm>
@@ -21,9 +21,9 @@ using eaves::DType;
 using eaves::TensorView;
 
 constexpr int kRanks = 4, kRows = 256, kFeatures = 32, kStatistics = eaves::kCrossEntropyStatistics;
-constexpr int kClasses = 1000, kMostClasses = 300;  // of all ranks, and the most that one has
+constexpr int kClasses = 1000, kMostClasses = 300;  // the classes of all ranks, the most of one rank
 
-// One rank's part of the head, whose rows behind `classes` are padding, and what its step computes.
+// One rank's part of the head, in which rows behind `classes` are padding, and the results of its step.
 struct Rank {
   int first_class, classes, stored;
   std::vector<float> head = std::vector<float>(stored * kFeatures), grad_head = std::vector<float>(head.size());
@@ -31,13 +31,13 @@ struct Rank {
   float loss = 0;
   int chunks = 0;
 
-  // Without shards. Padding is left out by views of the rows before it, and is neither read nor written.
+  // The arguments without shards. The views end before the padding, which is therefore neither read nor written.
   eaves::LinearCrossEntropyForwardBackwardArgs step(const float* hidden, const std::int64_t* targets) {
     const eaves::Dims of_hidden = {kRows, kFeatures}, of_head = {classes, kFeatures};
     eaves::LinearCrossEntropyForwardBackwardArgs args;
     args.forward.inputs = {.hidden = TensorView::contiguous(hidden, DType::float32, of_hidden),
                            .head = TensorView::contiguous(head.data(), DType::float32, of_head),
-                           .targets = TensorView::contiguous(targets, DType::int64, {kRows}),  // of all kClasses
+                           .targets = TensorView::contiguous(targets, DType::int64, {kRows}),  // classes of all ranks
                            .options = {.label_smoothing = 0.1, .z_loss_weight = 1e-4}};
     args.forward.outputs = {.loss = TensorView::contiguous(&loss, DType::float32, {}),
                             .lse = TensorView::contiguous(lse.data(), DType::float32, {kRows})};
@@ -48,18 +48,18 @@ struct Rank {
 };
 
 // Every rank calls the same functions in the same order. On a GPU the calls of NCCL go to the stream of the
-// ExecutionContext: behind what they need and before what needs them, and no host waits.
+// ExecutionContext, between the kernels that produce their data and the kernels that read it; the host never waits.
 class Communicator {
  public:
   // ncclAllGather(part, all, part.size(), ncclFloat, ...): the parts of all ranks, one behind the other.
   void all_gather(int rank, std::span<const float> part, std::span<float> all) {
     parts_[rank] = part;
-    barrier_.arrive_and_wait();  // from here on the parts of all are known
+    barrier_.arrive_and_wait();  // now every rank's part is known
     for (int i = 0; i < kRanks; ++i) std::ranges::copy(parts_[i], all.begin() + i * part.size());
-    barrier_.arrive_and_wait();  // until here others may read `part`
+    barrier_.arrive_and_wait();  // until now others may read `part`
   }
 
-  // ncclAllReduce(sum, sum, sum.size(), ncclFloat, ncclSum, ...); here in rank order, the same bits in every run.
+  // ncclAllReduce(sum, sum, sum.size(), ncclFloat, ncclSum, ...). Here in rank order: the same bits in every run.
   void all_reduce(int rank, std::span<float> sum) {
     std::vector<float> all(kRanks * sum.size());
     all_gather(rank, sum, all);
@@ -74,7 +74,7 @@ class Communicator {
 
 void run_rank(Communicator& communicator, int index, Rank& rank, eaves::LinearCrossEntropyForwardBackwardArgs args) {
   std::vector<float> statistics(kRows * kStatistics), gathered(kRanks * statistics.size());
-  // This limit and most_classes must be the same on all ranks, as hidden and targets are: the chunks follow from them.
+  // Like hidden and targets, this limit and most_classes must be the same on all ranks: the chunks follow from them.
   args.forward.inputs.workspace_limit = 128 << 10;
   args.shard = {.first_class = rank.first_class,
                 .classes = kClasses,
@@ -88,14 +88,15 @@ void run_rank(Communicator& communicator, int index, Rank& rank, eaves::LinearCr
     communicator.all_gather(index, {&statistics[at], count}, {&gathered[kRanks * at], kRanks * count});
     ++rank.chunks;
   };
-  // No row is ignored here. Where some are, `first` and `rows` are not of grad_hidden: reduce all of it after the call.
+  // No row is ignored here. With ignored rows, `first` and `rows` do not count rows of grad_hidden: reduce all of it
+  // after the call.
   args.shard.grad_hidden_is_complete = [&](std::int64_t first, std::int64_t rows) {
     communicator.all_reduce(index, {&rank.grad_hidden[first * kFeatures], static_cast<std::size_t>(rows * kFeatures)});
   };
   linear_cross_entropy_forward_backward(args, {.threads = 1});  // ranks share the cores; on a GPU: .stream
 }
 
-// |actual - expected| / |expected|, of vectors.
+// |actual - expected| / |expected| of two vectors.
 double distance(std::span<const float> actual, std::span<const float> expected) {
   double square = 0, expected_square = 0;
   for (std::size_t i = 0; i < expected.size(); ++i) {
@@ -120,7 +121,7 @@ int main() {
 
   Rank ranks[kRanks] = {{0, 300, 300}, {300, 256, 256}, {556, 300, 300}, {856, 144, 200}};
   for (Rank& rank : ranks) {
-    std::ranges::fill(rank.head, 100.0f);  // the padding: numbers that a loss over them would show
+    std::ranges::fill(rank.head, 100.0f);  // padding that would show in a loss over it
     std::copy_n(&whole.head[rank.first_class * kFeatures], rank.classes * kFeatures, rank.head.begin());
   }
   Communicator communicator;
@@ -130,7 +131,7 @@ int main() {
   threads.clear();  // joins them
 
   bool ok = true;
-  std::vector<float> grad_head;  // of all ranks, without the padding
+  std::vector<float> grad_head;  // all ranks' parts without the padding
   for (const Rank& rank : ranks) {
     const auto padding = rank.grad_head.begin() + rank.classes * kFeatures;
     ok = ok && rank.loss == ranks[0].loss && rank.grad_hidden == ranks[0].grad_hidden;

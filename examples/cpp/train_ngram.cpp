@@ -1,11 +1,11 @@
-// Trains an n-gram language model on the bytes of a text, by default the LICENSE of the folder that it is started in:
+// Trains an n-gram language model on the bytes of a text, by default LICENSE in the current folder:
 //
 //   train_ngram [file]
 //
 // x[t] = sum over k of E[k][byte t - k], logits = x W^T: a log-bilinear model (Mnih and Hinton, 2007) without
-// positions. The gradients of W and x come from one call of linear_cross_entropy, which holds no logits; what is left
-// to the model is to hand x's gradient on to the embeddings. On the CPU. Returns non-zero where the model, on text that
-// it has not seen, is no better than one that knows only how frequent each byte is.
+// positions. One call of linear_cross_entropy gives the gradients of W and x, and holds no logits; the model only
+// passes x's gradient on to the embeddings. On the CPU. Returns non-zero unless the model's loss, on text that it has
+// not seen, is 0.5 nats below the entropy of single bytes.
 #include <eaves/linear_cross_entropy.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ constexpr int kContext = 4, kFeatures = 32, kClasses = 256;
 constexpr int kBatch = 256, kEpochs = 12;
 constexpr float kLearningRate = 0.1f;
 
-// Adagrad (Duchi et al., 2011): each number has a step of its own, which shrinks with the gradients it has seen.
+// Adagrad (Duchi et al., 2011): each number has its own step, which shrinks as its gradients add up.
 struct Parameter {
   std::vector<float> value, gradient, squares;
 
@@ -49,12 +49,12 @@ struct Model {
   explicit Model(std::mt19937& random)
       : embedding(kContext * kClasses * kFeatures, random), head(kClasses * kFeatures, random) {}
 
-  // Where E[k][byte position - 1 - k] begins in the embedding.
+  // The start of E[k][byte position - 1 - k] in the embedding.
   static int place(const std::vector<unsigned char>& text, int position, int k) {
     return (k * kClasses + text[position - 1 - k]) * kFeatures;
   }
 
-  // The mean loss of predicting the bytes at these positions; takes a step against its gradient where `learns`.
+  // The mean loss of predicting the bytes at these positions. Takes a step against its gradient if `learns`.
   float run(const std::vector<unsigned char>& text, const std::vector<int>& positions, bool learns) {
     using eaves::DType;
     using eaves::TensorView;
@@ -97,7 +97,7 @@ struct Model {
   }
 };
 
-// In nats: the loss of a model that knows how frequent each byte is, and nothing else.
+// The loss, in nats, of a model that knows only how frequent each byte is.
 double unigram_entropy(const std::vector<unsigned char>& text) {
   std::array<double, kClasses> share = {};
   for (const unsigned char byte : text) share[byte] += 1.0 / static_cast<double>(text.size());

@@ -1,7 +1,7 @@
-"""cross_entropy in a training loop over micro-batches: a mean over the tokens of all of them, and the memory of one
+"""cross_entropy in a training loop over micro-batches: a mean over the tokens of all of them, in the memory of one
 tensor of logits.
 
-Run it with the Python that has eaves; it uses the GPU where there is one.
+Run it with a Python that has eaves. It uses a GPU if there is one.
 """
 
 import torch
@@ -20,7 +20,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=20.0)
     tokens = torch.randint(0, vocabulary, (4, 2, 33), device=device)  # 4 micro-batches of 2 sequences
     targets = tokens[..., 1:].clone()
-    targets[0, :, :16] = -100  # a prompt, which is not learnt
+    targets[0, :, :16] = -100  # a prompt, excluded from the loss
 
     losses = []
     for _ in range(steps):

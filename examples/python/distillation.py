@@ -1,7 +1,7 @@
 """Distillation: a small student learns a teacher's distributions, without labels, until its loss on held-back tokens is
 the teacher's. One student reads the teacher's hidden states, another the 64 likeliest tokens, as a server returns them.
 
-Run it with the Python that has eaves. It uses the GPU, if there is one, and takes a minute on two CPU cores.
+Run it with a Python that has eaves. It uses a GPU if there is one, and takes a minute on two CPU cores.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ STEPS, LEARNING_RATE = 400, 1e-2
 
 
 class Model(torch.nn.Module):
-    """The next token from the last two."""
+    """Predicts the next token from the last two."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Model(torch.nn.Module):
         self.head = torch.nn.Linear(features, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[batch, length] -> hidden states of all places but the first and the last, [batch, length - 2, features]."""
+        """Tokens [batch, length] -> hidden states for the tokens behind the second, [batch, length - 2, features]."""
         x = self.embedding(tokens)
         return self.body(torch.cat([x[:, :-2], x[:, 1:-1]], -1))
 
@@ -59,7 +59,7 @@ def from_hidden_states(student: Model, teacher: Model, tokens: Tensor) -> Tensor
 
 
 def from_top_tokens(student: Model, teacher: Model, tokens: Tensor) -> Tensor:
-    with torch.no_grad():  # a server returns these two
+    with torch.no_grad():  # a server returns these two results
         log_probs, top = torch.log_softmax(teacher.head(teacher(tokens)), -1).topk(TOP)
     return eaves.linear_kl_div(
         student(tokens), student.head.weight, teacher_tokens=top, teacher_log_probs=log_probs, teacher_rest="class"

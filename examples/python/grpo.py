@@ -1,7 +1,7 @@
-"""GRPO (Z. Shao et al., arXiv:2402.03300) by hand: a small model is rewarded for counting on from its prompt, and its
-log-probabilities, those of the policy and those of the frozen reference, come from eaves.linear_log_prob.
+"""GRPO (Z. Shao et al., arXiv:2402.03300) by hand: a small model is rewarded for counting on from its prompt. The
+log-probabilities of the policy and of the frozen reference come from eaves.linear_log_prob.
 
-Run it with the Python that has eaves; it uses the GPU where there is one, and takes half a minute on two CPU cores.
+Run it with a Python that has eaves. It uses a GPU if there is one, and takes half a minute on two CPU cores.
 """
 
 import copy
@@ -28,7 +28,7 @@ class Model(torch.nn.Module):
 
     @torch.no_grad()
     def complete(self, prompts: Tensor) -> Tensor:
-        """[rows] -> [rows, 1 + LENGTH], sampled."""
+        """Prompts [rows] -> sampled tokens [rows, 1 + LENGTH]."""
         tokens, state = [prompts], None
         for _ in range(LENGTH):
             hidden, state = self(tokens[-1].unsqueeze(1), state)
@@ -38,13 +38,13 @@ class Model(torch.nn.Module):
 
 
 def log_probs(model: Model, tokens: Tensor) -> Tensor:
-    """Of each token behind the first, [rows, LENGTH]; there are no logits."""
+    """The log-probabilities of the tokens behind the first, [rows, LENGTH], without logits."""
     hidden, _ = model(tokens[:, :-1])
     return eaves.linear_log_prob(hidden, model.head.weight, tokens[:, 1:], temperature=TEMPERATURE)
 
 
 def reward(tokens: Tensor) -> Tensor:
-    """The share of tokens that are the one before plus 1."""
+    """The share of tokens that are one more than the token before."""
     return (tokens[:, 1:] == (tokens[:, :-1] + 1) % VOCABULARY).float().mean(1)
 
 
@@ -60,7 +60,7 @@ def main() -> None:
         of_group = reward(tokens).view(PROMPTS, GROUP)
         advantage = (of_group - of_group.mean(1, keepdim=True)) / (of_group.std(1, keepdim=True) + 1e-4)
         advantage = advantage.view(-1, 1)
-        with torch.no_grad():  # one product each, and nothing is kept
+        with torch.no_grad():  # one product each, and no tensor is kept
             old, of_reference = log_probs(model, tokens), log_probs(reference, tokens)
         for _ in range(EPOCHS):
             new = log_probs(model, tokens)

@@ -1,7 +1,7 @@
 """A Hugging Face model that trains without its logits: one line patches head and loss, the training loop stays.
 
-The model is tiny and made of a configuration; nothing is downloaded. Run it with the Python that has eaves and
-transformers; it uses the GPU where there is one.
+The model is tiny and made from a configuration; nothing is downloaded. Run it with a Python that has eaves and
+transformers. It uses a GPU if there is one.
 """
 
 import importlib.util

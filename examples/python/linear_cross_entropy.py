@@ -1,7 +1,7 @@
-"""linear_cross_entropy in a training loop: the head of a language model and its loss without its logits, the weight's
-gradient added in float32 to a buffer that outlives the micro-batches.
+"""linear_cross_entropy in a training loop: a language model's head and its loss without the logits. The weight's
+gradient is added in float32 to a buffer that outlives the micro-batches.
 
-Run it with the Python that has eaves; it uses the GPU where there is one.
+Run it with a Python that has eaves. It uses a GPU if there is one.
 """
 
 import torch
@@ -19,7 +19,7 @@ def main() -> None:
     optimizer = torch.optim.SGD([*embedding.parameters(), head], lr=20.0)
     tokens = torch.randint(0, vocabulary, (4, 2, 33), device=device)  # 4 micro-batches of 2 sequences
     targets = tokens[..., 1:].clone()
-    targets[0, :, :16] = -100  # a prompt, which is not learnt
+    targets[0, :, :16] = -100  # a prompt, excluded from the loss
 
     losses = []
     for _ in range(steps):

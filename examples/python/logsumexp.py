@@ -1,6 +1,6 @@
 """logsumexp in a training step: the log-partition function of a classifier, as a penalty that keeps it near 0.
 
-Run it with the Python that has eaves; it uses the GPU where there is one.
+Run it with a Python that has eaves. It uses a GPU if there is one.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""lrpe_cosine in attention without a softmax: what a query and a key give depends on how far apart they are, not on
-where they are; so a state that is carried along serves every position.
+"""lrpe_cosine in attention without a softmax. The product of a query and a key depends on their distance, not on their
+positions, so that one state serves every position.
 
-Run it with the Python that has eaves; it uses the GPU where there is one.
+Run it with a Python that has eaves. It uses a GPU if there is one.
 """
 
 import torch
@@ -16,7 +16,7 @@ def main() -> None:
     encode = eaves.LRPECosine(heads, features, activation="silu", device=device)
     q, k, v = torch.randn(3, batch, length, heads, features, device=device).unbind()
 
-    # [batch, heads, query, key] of the tokens where they are, and 100,000 positions further on.
+    # [batch, heads, query, key], of the tokens moved by `offset` positions.
     def scores(offset: int) -> torch.Tensor:
         queries, keys = encode(q, offset=offset), encode(k, offset=offset)  # [batch, length, heads, 2 * features]
         return torch.einsum("bnhd,bmhd->bhnm", queries, keys)
@@ -25,7 +25,7 @@ def main() -> None:
     moved = ((here - there).norm() / here.norm()).item()
     print(f"scores 100,000 positions further on differ by {100 * moved:.2f} %")
 
-    # Token by token: the keys and values of all that was are one matrix for each head.
+    # Token by token: for each head, one matrix holds the keys and values of all earlier tokens.
     state = torch.zeros(batch, heads, 2 * features, features, device=device)
     for n in range(length):
         token = slice(n, n + 1)

@@ -1,8 +1,8 @@
-"""The loss of nanochat: a head with padding behind the vocabulary, which a model of 16 bits keeps in float32, logits
-capped at 15, targets of -1 ignored. eaves computes it without the logits; here beside nanochat's own lines, with
-gradients.
+"""The loss of nanochat: a head with padding behind the vocabulary, kept in float32 in a 16-bit model, logits capped at
+15, targets of -1 ignored. eaves computes it without the logits. This example compares loss and gradients with the lines
+of nanochat.
 
-Run it with the Python that has eaves. It uses the GPU, if there is one.
+Run it with a Python that has eaves. It uses a GPU if there is one.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ VOCABULARY, PADDED, FEATURES, BATCH, LENGTH = 1000, 1024, 64, 4, 128
 
 
 def eaves_loss(x: Tensor, head: torch.nn.Linear, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """x [batch, length, features], targets [batch, length]. In GPT.forward it takes the place of the lines below."""
+    """x [batch, length, features], targets [batch, length]. In GPT.forward it replaces the lines of nanochat_loss()."""
     return eaves.linear_cross_entropy(
         x, head.weight.to(x.dtype), targets, classes=VOCABULARY, softcap=15, ignore_index=-1, reduction=reduction
     )
@@ -54,7 +54,7 @@ def main() -> None:
     assert not gradients[1][VOCABULARY:].any(), "padding has a gradient"
     narrow = eaves_loss(x.bfloat16(), head, targets), nanochat_loss(x.bfloat16(), head, targets)
     torch.testing.assert_close(*narrow, rtol=1e-3, atol=0)  # nanochat rounds the logits
-    rows = eaves_loss(x, head, targets, reduction="none")  # as nanochat's evaluation of bits per byte asks for
+    rows = eaves_loss(x, head, targets, reduction="none")  # for nanochat's evaluation of bits per byte
     torch.testing.assert_close(rows.flatten(), nanochat_loss(x, head, targets, reduction="none"))
 
 

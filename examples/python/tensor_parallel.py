@@ -1,7 +1,7 @@
 """A head whose vocabulary is cut over the ranks of a tensor-parallel group: two processes on the CPU, with gloo.
 
-Each rank has all hidden states, half of the head and a vocabulary that is padded to an even size. In a job of torchrun
-the group is that of its ranks, and the backend is NCCL; with a DTensor for a head there is nothing to pass at all.
+Each rank has all hidden states and half of a head whose vocabulary is padded to an even size. In a job of torchrun the
+group consists of the tensor-parallel ranks, and the backend is NCCL. A head that is a DTensor needs no group.
 """
 
 import tempfile
@@ -27,7 +27,7 @@ def train(rank: int, rendezvous: str) -> None:
     loss = eaves.linear_cross_entropy(hidden, own, target, group=group, classes=VOCABULARY)
     loss.backward()
 
-    # The same on one rank.
+    # The same loss on one rank.
     whole_hidden, whole_head = hidden.detach().requires_grad_(), head.requires_grad_()
     expected = eaves.linear_cross_entropy(whole_hidden, whole_head, target, classes=VOCABULARY)
     expected.backward()

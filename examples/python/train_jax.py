@@ -30,7 +30,7 @@ def initial(key: jax.Array) -> dict[str, Any]:
     return {
         "embedding": jax.random.normal(next(keys), (BYTES, WIDTH)),
         "blocks": jax.tree.map(lambda *each: jnp.stack(each), *blocks),  # for jax.lax.scan
-        "head": 0.1 * matrix(next(keys), WIDTH, BYTES),  # [D, V], as it lies
+        "head": 0.1 * matrix(next(keys), WIDTH, BYTES),  # [D, V], used without a transposition
     }
 
 
@@ -39,7 +39,7 @@ def normalized(x: jax.Array) -> jax.Array:
 
 
 def attention(x: jax.Array, block: dict[str, jax.Array]) -> jax.Array:
-    """Linear attention: no softmax over positions, so that their distance has to come with queries and keys."""
+    """Linear attention: no softmax over positions, so that queries and keys have to carry the positions."""
     batch, length, _ = x.shape
     q, k, v = jnp.split((x @ block["qkv"]).reshape(batch, length, 3 * HEADS, -1), 3, axis=2)
     theta = 10000.0 ** (-jnp.arange(WIDTH // HEADS) / (WIDTH // HEADS))[None]

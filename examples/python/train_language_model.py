@@ -26,17 +26,17 @@ from torch.nn import functional as F
 import eaves
 from eaves import _info
 
-WARM_UP_STEPS = 10  # compile, allocate and settle: they are not timed
+WARM_UP_STEPS = 10  # for compilation, allocation and clocks; not timed
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What differs between the two models: two functions."""
+    """The two functions in which the models differ."""
 
-    # x [batch, length, heads, features] and angles [heads, features] to [batch, length, heads, 2 * features].
+    # x [batch, length, heads, features], angles [heads, features] -> [batch, length, heads, 2 * features].
     encode: Callable[[Tensor, Tensor], Tensor]
-    # Rows [..., width], head [vocabulary, width] and targets [...] to the mean loss.
+    # Rows [..., width], head [vocabulary, width], targets [...] -> the mean loss.
     loss: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -56,7 +56,7 @@ BACKENDS = {
 
 
 class Block(nn.Module):
-    """Causal attention whose queries and keys are turned by their positions, then a network of two layers."""
+    """Causal attention with queries and keys encoded by their positions, then a network of two layers."""
 
     theta: Tensor
 
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Tokens [batch, length] and the tokens after them to the loss; there are no logits in between."""
+    """Tokens [batch, length] and the tokens after them -> the loss, for eaves without logits in between."""
 
     def __init__(self, vocabulary: int, arguments: argparse.Namespace, backend: Backend) -> None:
         super().__init__()
@@ -107,20 +107,20 @@ def text_as_tokens(token_bytes: int) -> Tensor:
 
 
 def unigram_entropy(tokens: Tensor) -> float:
-    """The loss, in nats, of a model that knows how frequent each token is, and nothing else."""
+    """The loss, in nats, of a model that knows only how frequent each token is."""
     share = torch.bincount(tokens).double() / len(tokens)
     return torch.special.entr(share).sum().item()
 
 
 def draw_batch(tokens: Tensor, batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Pieces of the text, each [batch, length], and the tokens that follow."""
+    """Pieces of the text, [batch, length], and the next token of each place."""
     starts = torch.randint(len(tokens) - length, (batch,), generator=generator)
     pieces = tokens[starts[:, None] + torch.arange(length + 1)]
     return pieces[:, :-1], pieces[:, 1:]
 
 
 def train(name: str, tokens: Tensor, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One run: what it was, its losses, and how fast it was."""
+    """One run: its configuration, its losses and its speed."""
     device = torch.device(arguments.device)
     is_gpu = device.type == "cuda"
     torch.manual_seed(0)
@@ -139,7 +139,7 @@ def train(name: str, tokens: Tensor, arguments: argparse.Namespace) -> dict[str,
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    losses = []  # tensors: reading one each step would make the GPU wait
+    losses = []  # tensors, because reading one in each step would make the GPU wait
     warm_up = min(WARM_UP_STEPS, arguments.steps - 1)
     begin = 0.0
     for step in progress(range(arguments.steps), name):
@@ -193,7 +193,7 @@ def draw(runs: list[dict[str, Any]], path: str) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for run, width in zip(runs, (4, 1.5)):  # the second lies on the first, and both are seen
+    for run, width in zip(runs, (4, 1.5)):  # two widths, so that both lines show if one covers the other
         axes.plot(range(1, len(run["losses"]) + 1), run["losses"], label=run["backend"], linewidth=width)
     axes.axhline(runs[0]["unigram_entropy"], color="k", linestyle="--", label="entropy of single tokens")
     axes.set_xlabel("step")
@@ -259,7 +259,7 @@ def main() -> None:
         Path(arguments.json).write_text(json.dumps(runs, indent=1, allow_nan=False) + "\n")
     if arguments.plot is not None:
         draw(runs, arguments.plot)
-    # A loss that is NaN is not below either.
+    # A loss that is NaN fails too: it is not below the entropy.
     if arguments.steps >= 100 and not all(run["held_back_loss"] < run["unigram_entropy"] for run in runs):
         raise SystemExit("the model has learnt no more than how frequent the tokens are")
 

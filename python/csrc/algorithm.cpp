@@ -1,5 +1,5 @@
-// What Python asks of linear_cross_entropy before a call, for PyTorch and JAX alike: python/eaves/_algorithm.py asks by
-// ctypes, because an operator of PyTorch would cost a small call more, and be seen by tracers.
+// Questions that Python asks about linear_cross_entropy before a call, for PyTorch and JAX. python/eaves/_algorithm.py
+// asks through ctypes: an operator of PyTorch would cost a small call more time, and tracers would see it.
 #include <cstdint>
 #include <exception>
 #include <limits>
@@ -23,7 +23,8 @@ Device device_of(int index) { return index < 0 ? kCpu : Device{DeviceType::cuda,
 
 }  // namespace
 
-/// Whether it is speed. `device` is the index of a GPU, or -1 for the CPU; without rows (-1) the sizes are unknown.
+/// True if the algorithm is speed. `device` is the index of a GPU, or -1 for the CPU. With -1 for `rows` the sizes are
+/// unknown.
 extern "C" __attribute__((visibility("default"))) bool eaves_suits_speed(
     const char* dtype, int device, int reduction, bool has_grad_hidden_alone, bool has_output_gradients,
     bool accumulates, bool is_shard, std::int64_t workspace_limit, std::int64_t rows, std::int64_t features,
@@ -43,19 +44,19 @@ extern "C" __attribute__((visibility("default"))) bool eaves_suits_speed(
                                              .workspace_limit = static_cast<std::size_t>(workspace_limit)};
   try {
     return linear_cross_entropy_algorithm(args) == LinearCrossEntropyAlgorithm::speed;
-  } catch (const std::exception&) {  // cannot cross into ctypes; the call itself refuses such sizes
+  } catch (const std::exception&) {  // must not cross into ctypes; the call itself refuses such sizes
     return false;
   }
 }
 
-/// The bytes that a forward with losses of rows keeps for each of many rows; 0: it refuses such sizes.
+/// The bytes per row that a forward with a loss per row keeps, if it has many rows; 0: it refuses such sizes.
 extern "C" __attribute__((visibility("default"))) std::int64_t eaves_kept_row_bytes(const char* dtype, int device,
                                                                                     std::int64_t features,
                                                                                     std::int64_t classes,
                                                                                     double softcap, bool has_entropy) {
   constexpr std::int64_t kManyRows = 4096;
   std::uintptr_t address = 0;
-  const auto view = [&](DType of, const Dims& shape) {  // of memory that nothing reads
+  const auto view = [&](DType of, const Dims& shape) {  // memory that nothing reads
     address += std::uintptr_t{1} << 40;
     return TensorView::contiguous(reinterpret_cast<void*>(address), of, shape, device_of(device));
   };

@@ -1,5 +1,5 @@
-// cross_entropy for torch: outputs from torch's allocator, then the call. The gradient is in
-// python/eaves/_autograd, fake implementations and batching rules are in _torch/cross_entropy_rules.py.
+// cross_entropy for torch: allocates outputs from torch's allocator, then calls the core. The gradient is in
+// python/eaves/_autograd, the fake implementations and batching rules are in _torch/cross_entropy_rules.py.
 #include "eaves/cross_entropy.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr const char* kOp = "cross_entropy";
 
-/// Beyond an int there is no axis; the core says so.
+/// No axis is beyond an int; the core refuses the clamped number.
 int axis_of(std::int64_t axis) {
   return static_cast<int>(
       std::clamp<std::int64_t>(axis, std::numeric_limits<int>::min(), std::numeric_limits<int>::max()));
@@ -27,7 +27,7 @@ int axis_of(std::int64_t axis) {
 
 #define EAVES_LOGITS "Tensor logits, Tensor targets, Tensor? class_weight"
 
-/// The tensors that all calls but the merge begin with.
+/// The tensors that every call but merge and rescale takes, one behind the other.
 struct Logits {
   Tensor logits, targets;
   OptionalTensor class_weight;
@@ -36,7 +36,7 @@ struct Logits {
     return {arguments.read<Tensor>(), arguments.read<Tensor>(), arguments.read<OptionalTensor>()};
   }
 
-  /// Into `args`, with what else they have in common. In place the logits are written.
+  /// Fills the members of `args` that these calls share. In place, the logits are written.
   template <typename Args>
   void put_into(Args& args, std::int64_t class_axis, const Options& options, bool is_in_place = false) const {
     args.logits = is_in_place ? output(logits) : input(logits, {kOp, "logits"});
@@ -53,7 +53,7 @@ Dims row_shape_of(const TensorView& logits, int class_axis) {
   return reduced_shape(logits.shape, axes, false);
 }
 
-/// The outputs that `wanted` names, made and put into `args`.
+/// Makes the outputs that `wanted` names, and puts their views into `args`.
 template <typename Args>
 std::vector<Tensor> make_outputs(Args& args, const Dims& row_shape, DType dtype, Device device, std::int64_t wanted) {
   return make_loss_outputs(args, args.options.reduction, row_shape, dtype, device, wanted);
@@ -71,8 +71,8 @@ std::vector<Tensor> forward(Logits logits, OptionalTensor row_weight, OptionalTe
   return tensors;
 }
 
-/// torch.compile only takes a fixed number of results where an argument is written: (loss, lse, argmax, entropy,
-/// z_loss, sum_sq, mean_logit), those that were not asked for without elements.
+/// torch.compile needs a fixed number of results if an argument is written: (loss, lse, argmax, entropy, z_loss,
+/// sum_sq, mean_logit). Results that the caller did not ask for have no elements.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_backward(
     Logits logits, OptionalTensor row_weight, OptionalTensor normalizer, std::int64_t class_axis, Options options,
     std::int64_t wanted) {
@@ -176,8 +176,8 @@ void implement(Library& library) {
 }  // namespace eaves::binding
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
-  // The defaults are those of eaves.cross_entropy, in which most calls leave them: an argument that is passed costs
-  // 0.15 us of the host's time (PyTorch 2.13, AMD EPYC), and one that is left out almost nothing.
+  // The defaults are the ones of eaves.cross_entropy, and most calls leave them: an argument that is passed costs 0.15
+  // us of the host's time (PyTorch 2.13, AMD EPYC), a default almost nothing.
   library.def(
       "cross_entropy_forward(Tensor logits, Tensor targets, Tensor? class_weight=None, Tensor? row_weight=None, "
       "Tensor? normalizer=None, int class_axis=-1, SymInt ignore_index=-100, int reduction=2, float[] numbers=[], int "

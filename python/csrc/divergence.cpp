@@ -1,4 +1,4 @@
-// The passes over the logits of a chunk for python/eaves/_chunked/divergence.py, on a GPU. Fake implementations are in
+// The passes over a chunk's logits on a GPU, for python/eaves/_chunked/divergence.py. The fake implementations are in
 // _torch/chunked_rules.py.
 #include "ops/divergence/divergence.h"
 
@@ -66,7 +66,7 @@ Tensor forward(Rows rows) {
   "Tensor lse, Tensor teacher_lse, Tensor centre, Tensor? entropy, Tensor? hard_lse, Tensor? hard_loss, Tensor? " \
   "grad_divergence, Tensor? grad_lse, Tensor? grad_entropy, Tensor? grad_hard_loss, float[] upstream"
 
-/// `upstream`: the gradients of divergence, lse, entropy and hard loss that are no tensors.
+/// `upstream`: the gradients of divergence, lse, entropy and hard loss, each used if its tensor is absent.
 struct OfRows {
   Tensor lse, teacher_lse, centre;
   OptionalTensor entropy, hard_lse, hard_loss;

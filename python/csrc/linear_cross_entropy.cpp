@@ -1,8 +1,8 @@
-// linear_cross_entropy for torch: outputs from torch's allocator, then the call. The gradients are in
-// python/eaves/_autograd, fake implementations and batching rules in _torch/linear_cross_entropy_rules.py.
+// linear_cross_entropy for torch: allocates outputs from torch's allocator, then calls the core. The gradients are in
+// python/eaves/_autograd, the fake implementations and batching rules are in _torch/linear_cross_entropy_rules.py.
 //
-// Gradients are a set of bits as outputs are: of hidden, head and bias. Where outputs come with them they follow those
-// in the list.
+// The gradients of hidden, head and bias are a set of bits, as outputs are. If a call returns both, the gradients
+// follow the outputs in the list.
 #include "eaves/linear_cross_entropy.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -36,7 +36,7 @@ namespace gradients {
 constexpr std::int64_t kHidden = 1;
 constexpr std::int64_t kHead = 2;
 constexpr std::int64_t kBias = 4;
-constexpr std::int64_t kWideHead = 8;  ///< no gradient: that of the head in the dtype of the loss
+constexpr std::int64_t kWideHead = 8;  ///< no gradient: the head's gradient has the dtype of the loss
 }  // namespace gradients
 
 #define EAVES_INPUTS \
@@ -95,7 +95,7 @@ DType bias_gradient_dtype(const LinearCrossEntropyInputs& inputs) {
                                                                             : accumulator_dtype(inputs.hidden.dtype);
 }
 
-/// The gradients that `wanted` names, made and appended to `tensors`; their views.
+/// Makes the gradients that `wanted` names, appends them to `tensors`, and returns their views.
 LinearCrossEntropyGradients make_gradients(const Tensor& hidden, const LinearCrossEntropyInputs& inputs,
                                            std::int64_t wanted, std::vector<Tensor>& tensors) {
   LinearCrossEntropyGradients gradients;
@@ -116,8 +116,8 @@ LinearCrossEntropyGradients make_gradients(const Tensor& hidden, const LinearCro
   return gradients;
 }
 
-/// Scratch memory is torch's, on the CPU too, so that torch's counters of memory see it; but for a few numbers
-/// to ask for it would cost more than to take it.
+/// Scratch memory is torch's, also on the CPU, so that torch's memory counters include it. For a few numbers the
+/// question for its size would cost more than the memory.
 template <auto* function, auto workspace_bytes, typename Args>
 void run_counted(const Args& args, const LinearCrossEntropyInputs& inputs) {
   constexpr std::int64_t kFew = 1 << 16;
@@ -137,8 +137,8 @@ std::vector<Tensor> forward(Inputs inputs, OptionalTensor normalizer, CallOption
   return tensors;
 }
 
-/// The outputs, and behind them what the forward keeps for backward_kept(), in at most `most_bytes`; negative: of all
-/// rows.
+/// Returns the outputs, and behind them the tensor that the forward keeps for backward_kept(), of at most `most_bytes`;
+/// a negative `most_bytes` keeps all rows.
 std::vector<Tensor> forward_keep(Inputs inputs, OptionalTensor normalizer, CallOptions options, std::int64_t wanted,
                                  std::int64_t most_bytes) {
   LinearCrossEntropyForwardArgs args{.inputs = inputs_of(inputs, options),
@@ -153,7 +153,7 @@ std::vector<Tensor> forward_keep(Inputs inputs, OptionalTensor normalizer, CallO
   return tensors;
 }
 
-/// What the forward gives, and behind it the gradients.
+/// Returns the outputs of the forward, and behind them the gradients.
 std::vector<Tensor> forward_backward(Inputs inputs, OptionalTensor normalizer, CallOptions options, std::int64_t wanted,
                                      std::int64_t wanted_gradients) {
   LinearCrossEntropyForwardBackwardArgs args{
@@ -176,7 +176,8 @@ void run_backward(const LinearCrossEntropyBackwardArgs& args) {
   run_counted<linear_cross_entropy_backward, &linear_cross_entropy_backward_workspace_bytes>(args, args.inputs);
 }
 
-/// Those that were not asked for have no elements: torch's older batching, that of is_grads_batched, takes no lists.
+/// Gradients that the caller did not ask for have no elements: torch's older batching (is_grads_batched) takes no
+/// lists.
 std::tuple<Tensor, Tensor, Tensor> gradients_of(LinearCrossEntropyBackwardArgs& args, const Inputs& inputs,
                                                 std::int64_t wanted_gradients) {
   std::vector<Tensor> made;
@@ -206,8 +207,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_kept(Tensor kept, Upstream upstream,
   return gradients_of(args, inputs, wanted_gradients);
 }
 
-/// Adds the gradient of the head to the caller's tensor. The number of results is fixed, as torch.compile wants it of
-/// an operator that writes an argument: those that were not asked for have no elements.
+/// Adds the gradient of the head to the caller's tensor. torch.compile needs a fixed number of results from an operator
+/// that writes an argument, so gradients that the caller did not ask for have no elements.
 std::tuple<Tensor, Tensor> backward_accumulate(Tensor grad_head, Upstream upstream, Inputs inputs, Saved saved,
                                                CallOptions options, std::int64_t wanted_gradients,
                                                OptionalTensor kept) {
@@ -221,7 +222,7 @@ std::tuple<Tensor, Tensor> backward_accumulate(Tensor grad_head, Upstream upstre
       empty_output(has_bias ? args.inputs.bias.shape : Dims{0}, bias_gradient_dtype(args.inputs), device);
   if (wanted_gradients & gradients::kHidden) args.gradients.grad_hidden = grad_hidden.view;
   if (has_bias) {
-    torch::stable::zero_(grad_bias.tensor);  // what the core accumulates, it accumulates for head and bias
+    torch::stable::zero_(grad_bias.tensor);  // `accumulates` covers head and bias, so the core adds to this one too
     args.gradients.grad_bias = grad_bias.view;
   }
   args.gradients.grad_head = output(grad_head);
@@ -254,7 +255,7 @@ struct Shard {
   }
 };
 
-/// A function of Python's ctypes, by its address; 0: none.
+/// A function made by Python's ctypes, by its address; 0: none.
 std::function<void(std::int64_t, std::int64_t)> callback(std::int64_t address) {
   if (address == 0) return {};
   return reinterpret_cast<void (*)(std::int64_t, std::int64_t)>(address);
@@ -280,7 +281,7 @@ void shard_forward(Inputs inputs, CallOptions options, Shard shard, Tensor stati
       args, args.inputs.hidden.device);
 }
 
-/// The gradients for an upstream gradient of 1; the loss is that of the statistics.
+/// The gradients for an upstream gradient of 1. The loss follows from the statistics.
 void shard_forward_backward(Written written, Inputs inputs, OptionalTensor normalizer, CallOptions options, Shard shard,
                             std::int64_t shards, Tensor statistics, Tensor gathered, std::int64_t gather,
                             std::int64_t finish_gather, std::int64_t grad_hidden_is_complete) {

@@ -1,5 +1,5 @@
-// logsumexp for torch: outputs from torch's allocator, then the call. Derivatives, fake implementations and batching
-// rules are in python/eaves/_autograd/logsumexp.py.
+// logsumexp for torch: allocates outputs from torch's allocator, then calls the core. The derivatives, fake
+// implementations and batching rules are in python/eaves/_autograd/logsumexp.py.
 #include "eaves/logsumexp.h"
 
 #include <tuple>
@@ -16,7 +16,7 @@ namespace {
 constexpr Name kX{"logsumexp", "x"};
 constexpr Name kDType{"logsumexp", "dtype"};
 
-/// The arguments but for the outputs, and the shape that these have.
+/// The arguments without the outputs, and the shape of the outputs.
 struct Inputs {
   LogsumexpForwardArgs args;
   Dims row_shape;

@@ -1,7 +1,7 @@
-// What the losses' registrations share: their options, and outputs that a call may have or not.
+// The shared part of the losses' registrations: their options, and outputs that a call may leave out.
 //
-// Which outputs a call has is a set of bits, because each costs the host an allocation: a forward gives a list with the
-// loss and then what was asked for, in the order of the bits. python/eaves/_torch/outputs.py has the same numbers.
+// A set of bits says which outputs a call has, because each costs the host an allocation. A forward returns a list of
+// the loss and the other outputs in the order of the bits. python/eaves/_torch/outputs.py has the same numbers.
 #pragma once
 
 #include <algorithm>
@@ -26,19 +26,20 @@ inline constexpr std::int64_t kZLoss = 16;
 inline constexpr std::int64_t kTargetMass = 32;
 inline constexpr std::int64_t kSumSq = 64;
 inline constexpr std::int64_t kMeanLogit = 128;
-inline constexpr std::int64_t kOfIgnoredRows = 256;  ///< no output: those per row of rows that are ignored too
+inline constexpr std::int64_t kOfIgnoredRows = 256;  ///< no output: ignored rows have outputs too
 inline constexpr std::int64_t kSplitLse = 512;       ///< no output: lse is two numbers, [rows..., 2]
 }  // namespace outputs
 
 static_assert(static_cast<int>(Reduction::none) == 0 && static_cast<int>(Reduction::sum) == 1 &&
               static_cast<int>(Reduction::mean) == 2);
-// As python/eaves/_parallel/statistics.py and jax/_shards.py have them.
+// python/eaves/_parallel/statistics.py and jax/_shards.py have the same numbers.
 static_assert(kCrossEntropyStatistics == 10 && static_cast<int>(CrossEntropyStatistic::largest) == 0 &&
               static_cast<int>(CrossEntropyStatistic::best_value) == 7 &&
               static_cast<int>(CrossEntropyStatistic::best) == 8);
 
-/// The options of every schema. SymInt, because torch.compile compiles again for each value of an int. `numbers` are
-/// those of kLossOptions in its order, or none where all have their defaults: an empty list costs the host least.
+/// The options of every schema. SymInt, because torch.compile compiles again for each value of an int. `numbers` has
+/// one for each of kLossOptions, in its order, or is empty if all have their defaults: an empty list costs the host
+/// least.
 #define EAVES_OPTIONS "SymInt ignore_index, int reduction, float[] numbers"
 
 struct Options : CrossEntropyOptions {
@@ -60,7 +61,8 @@ struct Options : CrossEntropyOptions {
 #define EAVES_UPSTREAM "Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy"
 #define EAVES_SAVED "Tensor lse, Tensor? entropy, Tensor? target_mass, Tensor? divisor"
 
-/// What a backward takes beside the arguments of the forward: the gradients of its outputs, and what it has saved.
+/// The arguments of a backward beside its forward's: the gradients of the outputs, and the tensors that the forward
+/// saved.
 struct Upstream {
   Tensor grad_loss;
   OptionalTensor grad_lse, grad_entropy;
@@ -80,7 +82,7 @@ struct Saved {
   }
 };
 
-/// Into the arguments of a backward, which have a member for each.
+/// Puts views of these tensors into the arguments of a backward, which have a member for each.
 template <typename Args>
 void put(Args& args, const Upstream& upstream, const Saved& saved, const char* op) {
   args.grad_loss = input(upstream.grad_loss, {op, "grad_loss"});
@@ -92,7 +94,7 @@ void put(Args& args, const Upstream& upstream, const Saved& saved, const char* o
   args.divisor = optional_input(saved.divisor, {op, "divisor"});
 }
 
-/// The outputs that `wanted` names, made and put into `views`, which has a member for each.
+/// Makes the outputs that `wanted` names, and puts their views into `views`, which has a member for each.
 template <typename Views>
 std::vector<Tensor> make_loss_outputs(Views& views, Reduction reduction, const Dims& row_shape, DType dtype,
                                       Device device, std::int64_t wanted) {

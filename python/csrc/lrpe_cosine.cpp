@@ -1,7 +1,7 @@
-// lrpe_cosine for torch: outputs from torch's allocator, then the call. The derivatives are in
-// python/eaves/_autograd, fake implementations and batching rules in _torch/lrpe_cosine_rules.py.
+// lrpe_cosine for torch: allocates outputs from torch's allocator, then calls the core. The derivatives are in
+// python/eaves/_autograd, the fake implementations and batching rules are in _torch/lrpe_cosine_rules.py.
 //
-// Torch's tensors are [B, N, H, D] or, with heads_first, [B, H, N, D]: the core reads either through its strides.
+// Torch's tensors are [B, N, H, D], or [B, H, N, D] with heads_first. The core reads either through its strides.
 #include "eaves/lrpe_cosine.h"
 
 #include <algorithm>
@@ -24,10 +24,10 @@ static_assert(static_cast<int>(Activation::none) == 0 && static_cast<int>(Activa
               static_cast<int>(Activation::sigmoid) == 2 && static_cast<int>(Activation::silu) == 3 &&
               static_cast<int>(Activation::softmax) == 4);
 
-/// Swaps positions and heads: from torch's order of the axes to that of the core, or back.
+/// Swaps positions and heads: from torch's order of the axes to the core's, or back.
 void swap_axes(Dims& dims) { std::swap(dims[1], dims[2]); }
 
-/// As [B, H, N, D]. Another number of axes is left for the core to refuse.
+/// The view as [B, H, N, D]. A view with another number of axes stays as it is, and the core refuses it.
 TensorView heads_first_view(TensorView view, bool heads_first) {
   if (heads_first || view.shape.size() != 4) return view;
   swap_axes(view.shape);
@@ -35,7 +35,7 @@ TensorView heads_first_view(TensorView view, bool heads_first) {
   return view;
 }
 
-/// A new tensor of `shape`, [B, H, N, D], in torch's order of the axes; its view is in that of the core.
+/// A new tensor of `shape`, [B, H, N, D], in torch's order of the axes. Its view is in the core's order.
 NewTensor new_output(const Dims& shape, DType dtype, Device device, bool heads_first) {
   Dims in_order = shape;
   if (!heads_first) swap_axes(in_order);
@@ -44,15 +44,16 @@ NewTensor new_output(const Dims& shape, DType dtype, Device device, bool heads_f
   return made;
 }
 
-/// What the core has an enum or an int for: a number beyond its type would wrap into it, and the core refuses the ends.
+/// A number for an enum or an int of the core, clamped: a larger one would wrap. The core refuses the ends of the
+/// range.
 template <typename Narrow>
 Narrow clamped(std::int64_t value) {
   return static_cast<Narrow>(
       std::clamp<std::int64_t>(value, std::numeric_limits<Narrow>::min(), std::numeric_limits<Narrow>::max()));
 }
 
-// SymInt: torch.compile keeps these numbers as variables; for an int it would compile once for each value. A kernel
-// only ever sees the numbers.
+// SymInt: torch.compile keeps these numbers as variables, and would compile once for each value of an int. A kernel
+// gets plain numbers.
 #define EAVES_CALL                                                                                                   \
   "Tensor? offsets=None, Tensor? positions=None, Tensor? cu_seqlens=None, SymInt[] grid=[], SymInt extra_tokens=0, " \
   "SymInt offset=0, int activation=0, int activation_dim=-1, bool heads_first=False"
@@ -95,7 +96,7 @@ void has_four_axes(const TensorView& view, const char* name) {
   check::fail({kOp, name, view}, "has shape " + check::to_string(view.shape) + ", expected four axes");
 }
 
-/// The arguments of a forward but for the lse, and out.
+/// The arguments of a forward without lse, and its tensor out.
 std::pair<LrpeCosineForwardArgs, NewTensor> forward_args(const Tensor& x, const Tensor& theta,
                                                          const CallOptions& options) {
   LrpeCosineForwardArgs args{.x = heads_first_view(input(x, {kOp, "x"}), options.heads_first)};
@@ -123,8 +124,8 @@ std::tuple<Tensor, Tensor> forward_lse(Tensor x, Tensor theta, CallOptions optio
   return {std::move(out.tensor), std::move(lse.tensor)};
 }
 
-/// The gradients that are wanted; the other has no elements. That of x may have the axes in the other order than x, so
-/// that it lies in memory as x does where that is a transposed view.
+/// Returns the gradients that are wanted; the other has no elements. grad_x may have the other order of axes than x: if
+/// x is a transposed view, grad_x then lies in memory like x.
 std::tuple<Tensor, Tensor> backward(Tensor grad_out, OptionalTensor x, Tensor theta, OptionalTensor lse,
                                     CallOptions options, bool grad_heads_first, bool wants_x, bool wants_theta) {
   LrpeCosineBackwardArgs args{.grad_out = heads_first_view(input(grad_out, {kOp, "grad_out"}), options.heads_first),

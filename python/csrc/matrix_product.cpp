@@ -1,5 +1,5 @@
-// The product of two matrices, added to a third. Heads in chunks of rows (python/eaves/_chunked/head.py) add up their
-// gradients with it.
+// Adds the product of two matrices to a third. Heads that are computed in chunks of rows
+// (python/eaves/_chunked/head.py) add up their gradients with it.
 #include <algorithm>
 
 #include "core/check.h"
@@ -13,7 +13,7 @@ namespace {
 
 constexpr const char* kOp = "add_product";
 
-/// Rows or columns of unit stride.
+/// A factor of the product; its rows or its columns have unit stride.
 GemmMatrix factor(const check::Argument& matrix) {
   const TensorView& view = matrix.view;
   const auto lies_along = [&](int axis) {

@@ -1,4 +1,4 @@
-// What Python asks of the library besides the operators: what this build can do on this machine, the table of the
+// What Python needs of the library besides the operators: the abilities of this build on this machine, the table of the
 // losses' options, and the kernel that streams bytes.
 #include "eaves/system.h"
 
@@ -24,7 +24,8 @@ std::int64_t bytes_of(const TensorView& view) {
   return view.element_count() * static_cast<std::int64_t>(size_of(view.dtype));
 }
 
-/// kLossOptions: of each row the flag and what is expected, and the default, the smallest and the largest value.
+/// kLossOptions. Words: the flag and the expected value of each option. Numbers: its default, smallest and largest
+/// value.
 std::tuple<std::vector<std::string>, std::vector<double>> loss_options() {
   std::vector<std::string> words;
   std::vector<double> numbers;
@@ -68,7 +69,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
   library.def("loss_options() -> (str[] words, float[] numbers)");
   library.def("stream_bytes(Tensor source, Tensor(a!) destination, int read_bytes, int write_bytes) -> ()");
 }
-// No tensor says on which device these run.
+// These functions take no tensor that would choose a device.
 STABLE_TORCH_LIBRARY_IMPL(eaves, CompositeExplicitAutograd, library) {
   library.impl("version", EAVES_BOX(eaves::binding::version));
   library.impl("system_info", EAVES_BOX(eaves::binding::system_info));

@@ -11,8 +11,8 @@
 namespace eaves::binding {
 namespace {
 
-/// Torch's numbers of the dtypes that eaves has, in the order of eaves::DType. Asked for once: they are no part of the
-/// stable interface, the functions are.
+/// Torch's numbers for the dtypes of eaves, in the order of eaves::DType. They are asked for once: the functions belong
+/// to the stable interface, the numbers do not.
 const std::array<std::int32_t, 10>& torch_dtypes() {
   static const std::array<std::int32_t, 10> dtypes = {
       aoti_torch_dtype_float32(), aoti_torch_dtype_float64(), aoti_torch_dtype_float16(), aoti_torch_dtype_bfloat16(),
@@ -63,8 +63,8 @@ TensorView view_of(const Tensor& tensor, void* data, Name name) {
                              Dims(strides.data(), strides.size()), device_of(tensor, name));
 }
 
-/// Looked up and not linked, so that a torch without CUDA loads the same library. Torch's libraries are loaded locally:
-/// only the handle of the one that has the function finds it.
+/// Looked up and not linked, so that a torch without CUDA loads the same library. Python loads torch's libraries
+/// locally, and only the handle of the library that has the function finds it.
 void* current_cuda_stream(int device_index) {
   using Function = AOTITorchError (*)(std::int32_t device_index, void** stream);
   static const auto function = [] {
@@ -78,7 +78,7 @@ void* current_cuda_stream(int device_index) {
   return stream;
 }
 
-/// An eaves loop on torch's threads. Called from one of torch's own parallel loops it stays on that thread.
+/// Runs a loop of eaves on torch's threads. Called from one of torch's own parallel loops, it stays on that thread.
 void run_on_torch_threads(void* /*pool*/, std::int64_t count, ParallelFor::Body body, void* body_data) {
   struct Loop {
     ParallelFor::Body body;
@@ -91,8 +91,8 @@ void run_on_torch_threads(void* /*pool*/, std::int64_t count, ParallelFor::Body 
   STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, 1, run, &loop));
 }
 
-/// New memory of a CPU costs more than what is computed into it: the kernel hands it out page by page, at the first
-/// write to each. Pages of 2 MiB are handed out 512 times less often. Where that is not allowed, nothing changes.
+/// New memory of a CPU costs more than the computation that fills it: the kernel hands it out page by page, at the
+/// first write to each. Pages of 2 MiB are handed out 512 times less often. If they are not allowed, nothing changes.
 void ask_for_huge_pages(const TensorView& view) {
   constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
   const std::size_t bytes = static_cast<std::size_t>(view.element_count()) * size_of(view.dtype);
@@ -103,7 +103,7 @@ void ask_for_huge_pages(const TensorView& view) {
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 
-/// Memory from torch's allocator for what `view` describes.
+/// Allocates the memory that `view` describes from torch's allocator.
 NewTensor allocate(TensorView view) {
   AtenTensorHandle handle = nullptr;
   if (aoti_torch_empty_strided(view.shape.size(), view.shape.begin(), view.strides.begin(), number_of(view.dtype),
@@ -142,7 +142,7 @@ NewTensor empty_output(const Dims& shape, DType dtype, Device device) {
 Tensor empty(const Dims& shape, DType dtype, Device device) { return empty_output(shape, dtype, device).tensor; }
 
 NewTensor empty_like(const Tensor& like, const TensorView& view) {
-  // Torch's own function is looked up by its name in each call; most layouts do not need it.
+  // Each call looks up torch's own function by its name; most layouts do not need it.
   if (like.is_contiguous()) return allocate(view);
   try {
     Tensor tensor = torch::stable::empty_like(like);

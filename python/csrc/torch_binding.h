@@ -1,9 +1,10 @@
-// Between PyTorch and eaves: torch tensors become views, torch's stream, threads and allocator become an execution
-// context, and the three kinds of error cross a boundary that lets only runtime_error through. Everything that an
-// operator's registration shares is here; torch is included nowhere but in this folder.
+// Between PyTorch and eaves. Torch's tensors become views; its stream, threads and allocator become an execution
+// context. The three kinds of error cross a boundary that lets only runtime_error through. Registrations of operators
+// share everything here. No other folder includes torch.
 //
-// Only PyTorch's stable C interface is used (TORCH_TARGET_VERSION says of which release), so that one binary serves
-// every Python and every PyTorch from that release on. Source: torch/csrc/stable, torch/csrc/inductor/aoti_torch/c.
+// The binding uses only PyTorch's stable C interface (TORCH_TARGET_VERSION names its release), so that one binary
+// serves every Python, and every PyTorch from that release on. Source: torch/csrc/stable,
+// torch/csrc/inductor/aoti_torch/c.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -28,17 +29,17 @@ using Tensor = torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using ScalarType = torch::headeronly::ScalarType;
 
-/// The operator and the argument as the user knows them, for the messages.
+/// The operator and the argument under the user's names, for messages.
 struct Name {
   const char* op;
   const char* argument;
 };
 
-/// A view of a tensor that is read. Throws Unsupported for a dtype, device or rank that eaves does not have.
+/// A view of a tensor that the call reads. Throws Unsupported for a dtype, device or rank that eaves does not have.
 TensorView input(const Tensor& tensor, Name name);
 TensorView optional_input(const OptionalTensor& tensor, Name name);
 
-/// A view of a new tensor that the call writes.
+/// A view of a tensor that the call writes.
 TensorView output(const Tensor& tensor);
 
 DType dtype_of(ScalarType type, Name name);
@@ -47,19 +48,19 @@ Dims dims_of(const std::vector<std::int64_t>& values);
 /// A new contiguous tensor from torch's allocator. Throws OutOfMemory.
 Tensor empty(const Dims& shape, DType dtype, Device device);
 
-/// A new tensor and the view of it that the call writes, which is known without asking torch for it again.
+/// A new tensor and the view through which the call writes it, made without asking torch for the tensor's layout again.
 struct NewTensor {
   Tensor tensor;
   TensorView view;
 };
 NewTensor empty_output(const Dims& shape, DType dtype, Device device);
 
-/// A new tensor in the layout that torch.empty_like would choose: that of `like`, whose view is `view`, where its
+/// A new tensor in the layout that torch.empty_like would choose: the layout of `like`, whose view is `view`, if its
 /// elements lie side by side.
 NewTensor empty_like(const Tensor& like, const TensorView& view);
 
-/// What an operator may use: torch's current stream of the device or torch's threads, and scratch memory from torch's
-/// allocator, which lives as long as this object.
+/// The resources of an operator's call: torch's current stream of the device or torch's threads, and scratch memory
+/// from torch's allocator, which lives as long as this object.
 class Call {
  public:
   explicit Call(Device device);
@@ -74,36 +75,36 @@ class Call {
 
 /// Runs an operator of the core on the stream, the threads and the memory of torch:
 ///   run<logsumexp_forward, &logsumexp_forward_workspace_bytes>(args, args.x.device);
-/// An operator that needs no workspace leaves the second one out; most need none on the CPU.
+/// An operator that needs no workspace leaves out the second function. Most operators need none on the CPU.
 template <auto* function, auto workspace_bytes = nullptr, bool kNeedsItOnCpu = false, typename Args>
 void run(const Args& args, Device device) {
   Call call(device);
   if constexpr (!std::is_null_pointer_v<decltype(workspace_bytes)>) {
-    // The question checks the arguments once more.
+    // Asking for the bytes checks the arguments a second time.
     if (kNeedsItOnCpu || device.type != DeviceType::cpu) call.take_workspace(workspace_bytes(args, call.context()));
   }
   function(args, call.context());
 }
 
-/// Torch's allocator refused.
+/// Thrown if torch's allocator refuses.
 class OutOfMemory : public DeviceError {
  public:
   using DeviceError::DeviceError;
 };
 
-/// Torch turns every exception into a RuntimeError with its message. The kind goes in front of the message, and names
-/// of arguments stand in backticks (eaves/error.h); python/eaves/_torch/operator.py has the same words, and makes the
-/// exception of that kind again, in its own names.
+/// Torch turns every exception into a RuntimeError with its message. The message therefore begins with the kind of the
+/// error, and has the names of arguments in backticks (eaves/error.h). python/eaves/_torch/operator.py knows the same
+/// marks, and raises the exception of that kind again, in its own names.
 inline constexpr const char* kInvalidArgumentMark = "eaves.InvalidArgument: ";
 inline constexpr const char* kUnsupportedMark = "eaves.Unsupported: ";
 inline constexpr const char* kOutOfMemoryMark = "eaves.OutOfMemory: ";
 
-/// The arguments of a call, each read once and in the order of the schema; what has been read owns its memory.
+/// The arguments of a call, each read once and in the order of the schema. An argument that was read owns its memory.
 class Arguments {
  public:
   Arguments(const StableIValue* values, std::uint64_t count) : values_(values), end_(values + count) {}
 
-  /// An argument of a type that torch has, or what `T::read` makes of several.
+  /// Reads an argument of a type that torch has, or the several arguments of `T::read`.
   template <typename T>
   T read() {
     if constexpr (requires { T::read(*this); }) {
@@ -152,10 +153,10 @@ struct Boxed<function> {
   }
 };
 
-/// What m.impl() takes: `function` with its errors marked, in torch's calling convention.
+/// The argument of m.impl(): `function` with its errors marked, in torch's calling convention.
 #define EAVES_BOX(function) (&::eaves::binding::Boxed<&function>::call)
 
-/// Registers what `implement`, a function of a library `m`, adds to it, for both devices.
+/// Registers, for both devices, the functions that `implement(library)` adds to a library.
 #define EAVES_IMPLEMENT(implement)                                       \
   STABLE_TORCH_LIBRARY_IMPL(eaves, CPU, library) { implement(library); } \
   STABLE_TORCH_LIBRARY_IMPL(eaves, CUDA, library) { implement(library); }

@@ -25,6 +25,8 @@ struct Version {  // the first members of dnnl_version_t; newer versions only ap
   int major, minor, patch;
 };
 using GetVersion = const Version*();
+using GetInstructions = int();  // of dnnl_cpu_isa_t: a bit for each set of them, in 2.6 and in 3
+constexpr int kBfloat16Instructions = 0x80;
 
 /// The functions of an OpenMP runtime that read and set the number of threads of this thread's next parallel region.
 struct ThreadLimit {
@@ -121,7 +123,9 @@ class Library {
     version_ =
         std::to_string(version->major) + "." + std::to_string(version->minor) + "." + std::to_string(version->patch);
     has_float_ = sgemm_ != nullptr && can_multiply(DType::float32);
-    has_bfloat16_ = bfloat16_gemm_ != nullptr && can_multiply(DType::bfloat16);
+    auto* const get_instructions = find<GetInstructions>(library, "dnnl_get_effective_cpu_isa");
+    const bool has_instructions = get_instructions != nullptr && (get_instructions() & kBfloat16Instructions) != 0;
+    has_bfloat16_ = bfloat16_gemm_ != nullptr && has_instructions && can_multiply(DType::bfloat16);
     return true;
   }
 

@@ -1,4 +1,4 @@
-// Which GPUs the code in this build runs on. No CUDA header is needed to include it.
+// Answers whether the code in this build runs on a GPU. It includes no CUDA header.
 #pragma once
 
 #include <charconv>
@@ -6,8 +6,8 @@
 
 namespace eaves::cuda {
 
-/// `built_for` as EAVES_CUDA_ARCHITECTURES lists it. "80" is machine code for 8.x from 8.0 on, "90a" for 9.0 alone;
-/// "90+" is PTX, which the driver compiles for everything from 9.0 on.
+/// `built_for` is written as EAVES_CUDA_ARCHITECTURES: "80" is machine code for 8.x from 8.0 on, "90a" machine code for
+/// 9.0 alone, and "90+" PTX, which the driver compiles for every GPU from 9.0 on.
 inline bool has_code_for(std::string_view built_for, int major, int minor) {
   const int capability = 10 * major + minor;
   while (!built_for.empty()) {

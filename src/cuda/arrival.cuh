@@ -1,5 +1,5 @@
-// Asynchronous copies into shared memory, from global memory and between the blocks of a cluster, completed through an
-// mbarrier. From compute capability 9.0 on.
+// Asynchronous copies into shared memory, from global memory and between the blocks of a cluster. An mbarrier completes
+// them. They need compute capability 9.0.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -13,7 +13,8 @@ namespace eaves::cuda {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-/// Of a number of bytes, once (an mbarrier). In shared memory; one thread initialises it and says what to expect.
+/// The arrival, once, of a number of bytes (an mbarrier in shared memory). One thread initialises it and states the
+/// bytes.
 struct alignas(8) Arrival {
   std::uint64_t state;
 };
@@ -30,8 +31,9 @@ __device__ inline void initialise(Arrival& arrival) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(detail::shared_address(&arrival)) : "memory");
 }
 
-/// After the last initialise(): shows the arrivals to the copy engine and to the cluster. The threads of the block wait
-/// at a barrier before they use them, those of other blocks at the cluster's.
+/// Shows the arrivals to the copy engine and to the cluster. It is called after the last initialise(). The threads of
+/// the block then wait at a barrier before they use the arrivals, and threads of other blocks at the barrier of the
+/// cluster.
 __device__ inline void publish_arrivals() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -54,7 +56,7 @@ __device__ inline void wait_for(const Arrival& arrival) {
       : "memory");
 }
 
-/// In one thread. `to`, `from` and `bytes` are multiples of 16; `from` is global memory.
+/// Called by one thread. `to`, `from` and `bytes` are multiples of 16; `from` is global memory.
 __device__ inline void copy_to_shared(void* to, const void* from, std::uint32_t bytes, Arrival& arrival) {
   expect(arrival, bytes);
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -65,31 +67,31 @@ __device__ inline void copy_to_shared(void* to, const void* from, std::uint32_t 
 
 // ---- between the blocks of a cluster -------------------------------------------------------------------------------
 
-/// Tells the cluster that this thread has started, and later waits until every thread has: the shared memory of a block
-/// is there from its start. Once in a kernel, in all threads.
+/// The first call says that this thread has started; the second waits until every thread of the cluster has, because a
+/// block's shared memory exists from its start. All threads call both, once in a kernel.
 __device__ inline void arrive_at_cluster_start() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ inline void wait_for_cluster_start() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-/// In shared memory: what the blocks of a cluster, at most kMostBlocks, tell each other. A barrier of the cluster would
-/// do as well, with a fence over all memory in every thread of it.
+/// The states that the blocks of a cluster, at most kMostBlocks, send each other; in shared memory. A barrier of the
+/// cluster would also do, at the cost of a fence over all memory in each of its threads.
 template <typename State, int kMostBlocks>
 struct ClusterStates {
   static_assert(sizeof(State) % 8 == 0 && (kMostBlocks & (kMostBlocks - 1)) == 0);
   Arrival arrival;
   std::uint64_t states[kMostBlocks][sizeof(State) / 8];
 
-  /// In the thread that calls publish_arrivals().
+  /// Called by the thread that calls publish_arrivals().
   __device__ void prepare() { initialise(arrival); }
   __device__ void expect_states() { expect(arrival, cluster().num_blocks() * sizeof(State)); }
 
-  /// Merges what the first warps of the blocks hand in; every thread of the cluster gets the same result. The cluster
-  /// has started. What the first warps have read by then, the blocks may overwrite afterwards.
+  /// Merges the states of the blocks' first warps. Every thread of the cluster gets the same result. The cluster must
+  /// have started. After the call the blocks may overwrite memory that the first warps read before it.
   template <typename Merge>
   __device__ State reduce(const State& state, Merge merge) {
     const unsigned lane = threadIdx.x % 32;
     if (threadIdx.x < cluster().num_blocks()) send(state, threadIdx.x);
     wait_for(arrival);
-    // Each block reads its own memory only, so that it may end before the others.
+    // Each block reads only its own memory, and may therefore end before the others.
     State other;
     if (lane % kMostBlocks < cluster().num_blocks()) memcpy(&other, states[lane % kMostBlocks], sizeof(State));
     return reduce_lanes<kMostBlocks>(other, merge);

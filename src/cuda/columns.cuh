@@ -1,5 +1,5 @@
-// Rows that lie side by side (RowLayout::transposed): a warp covers neighbouring rows and walks down their columns, so
-// that a line of memory is read whole without a transposed copy.
+// Rows that lie side by side (RowLayout::transposed). A warp covers neighbouring rows and walks down their columns: it
+// reads whole lines of memory without a transposed copy.
 #pragma once
 
 #include "core/rows.h"
@@ -9,7 +9,7 @@
 
 namespace eaves::cuda {
 
-/// Rows that lie side by side, in one column: a vector of T, or a single element where vectors do not fit.
+/// The elements of neighbouring rows in one column: a vector of T, or a single element if vectors do not fit.
 template <typename T, int kLaneRows>
 struct Side {
   using A = Accumulator<T>;
@@ -36,11 +36,11 @@ struct Side<T, 1> {
   __device__ static void write(T* address, const A (&values)[1]) { *address = round_to<T>(values[0]); }
 };
 
-/// Which rows and columns a block of a column kernel has.
+/// The rows and columns of one block of a column kernel.
 struct Tile {
   std::int64_t piece;
-  std::int64_t outer_row;  ///< number of the row at the start of the lane axis
-  std::int64_t lane_row;   ///< the tile's first row on that axis
+  std::int64_t outer_row;  ///< the row at the start of the lane axis
+  std::int64_t lane_row;   ///< the tile's first row on the lane axis
   std::int64_t lane_axis_size;
   std::int64_t first_column;
   std::int64_t last_column;  ///< exclusive
@@ -61,7 +61,7 @@ __device__ Tile find_tile(const View& view, const TransposedTiles& tiles) {
 }
 
 /// Loads columns first, first + step, ... below `last`, kColumns at a time, and calls `body(batch, column)` with the
-/// first of them. Places after the last column hold -inf.
+/// number of the batch's first column. Places after the last column hold -inf.
 template <int kColumns, typename Lanes, typename T, typename Body>
 __device__ void for_each_batch_of_columns(const T* x, std::int64_t column_stride, std::int64_t first, std::int64_t last,
                                           int step, Body body) {
@@ -107,9 +107,9 @@ __device__ void transform_columns(const T* in, std::int64_t in_stride, T* out, s
   }
 }
 
-/// Takes a batch of columns into the states of the rows side by side. `anchors` are those of the states; they start
-/// at 0, as a default-constructed state's. Anchors follow the maxima only when they fall far behind: moving one costs
-/// as much as several elements.
+/// Takes a batch of columns into the states of the rows side by side. `anchors` belong to the states, and start at 0
+/// like the anchor of a default-constructed state. An anchor follows its maximum only when it has fallen far behind:
+/// moving one costs as much as several elements.
 template <typename A, int kLaneRows, int kColumns, typename Lanes>
 __device__ void accumulate(SoftmaxState<A> (&states)[kLaneRows], A (&anchors)[kLaneRows],
                            const Lanes (&batch)[kColumns]) {
@@ -128,7 +128,7 @@ __device__ void accumulate(SoftmaxState<A> (&states)[kLaneRows], A (&anchors)[kL
       anchors[r] = softmax_anchor(states[r].max);
     }
   }
-  // The batch is summed by itself first: a row of millions of columns must not become one running sum.
+  // A batch is summed on its own first, or a row of millions of columns would become one running sum.
   A sums[kLaneRows];
   with_exponential_minus(anchors, [&](auto exponential_minus_anchor, auto corrected) {
 #pragma unroll

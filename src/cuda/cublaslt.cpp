@@ -7,12 +7,12 @@
 namespace eaves::cuda::cublaslt {
 namespace {
 
-/// The names of CUDA's major versions whose interface is the one that is declared here; the newest first.
+/// The library's names in the CUDA versions that have the interface declared here; the newest first.
 constexpr const char* kNames[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
 constexpr const char* kFolders[] = {"", "/usr/local/cuda/lib64/", "/usr/local/cuda/targets/x86_64-linux/lib/"};
 
 void* open_library() {
-  // One that the process has already (PyTorch brings its own) before one of the system's.
+  // A library that the process has loaded (PyTorch brings its own) comes before the system's.
   for (const int mode : {RTLD_NOW | RTLD_NOLOAD, RTLD_NOW}) {
     for (const char* name : kNames) {
       for (const char* folder : kFolders) {

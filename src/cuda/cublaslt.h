@@ -1,6 +1,6 @@
-// What the library uses of cuBLASLt, declared here and found when it is first needed: it is large, not every machine
-// with a GPU has it, and most operators do without. Types and numbers are those of the library's interface; a test
-// compares them with cublasLt.h where that is installed.
+// The part of cuBLASLt that eaves uses, declared here and loaded on first use: the library is large, many machines with
+// a GPU lack it, and most operators do not need it. Types and numbers are the library's. A test compares them with
+// cublasLt.h if that header is installed.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ enum Operation : std::int32_t { kAsItIs = 0, kTransposed = 1 };
 enum PointerMode : std::int32_t { kDevicePointers = 1 };
 enum Epilogue : std::uint32_t { kAddBias = 4 };
 
-/// How parts of a long sum are added: the mask of kReductionSchemes. The others would add them in the type of c.
+/// How the parts of a long sum are added: the mask for kReductionSchemes. The other schemes add them in the type of c.
 enum ReductionScheme : std::uint32_t { kNoReduction = 0, kAccumulatorsOnly = 2 };
 
 enum MatmulAttribute : int {
@@ -45,7 +45,8 @@ enum AlgorithmAttribute : int { kTile = 1, kCustomOption = 5, kClusterShape = 8 
 enum TileName : std::uint32_t { kTile128x160 = 29 };
 enum ClusterName : std::uint16_t { kCluster2x1x1 = 3 };
 
-// Filled in by the library; at least as large as any version's.
+// The library fills these in. The first three are at least as large as in any of its versions; Algorithm and
+// HeuristicResult have exactly its size.
 struct MatrixLayout {
   std::uint64_t data[8];
 };
@@ -85,7 +86,7 @@ struct Library {
                    const MatrixLayout* a_layout, const void* b, const MatrixLayout* b_layout, const void* beta,
                    const void* c, const MatrixLayout* c_layout, void* d, const MatrixLayout* d_layout,
                    const Algorithm* algorithm, void* workspace, std::size_t workspace_bytes, void* stream);
-  std::string missing;  ///< why there is no library, in one sentence; empty where there is one
+  std::string missing;  ///< why the library cannot be used, in one sentence; else empty
 };
 
 /// Loaded by the first call. Never throws.

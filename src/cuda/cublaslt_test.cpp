@@ -1,5 +1,5 @@
-// The declarations of cublaslt.h against NVIDIA's own, where those are installed (the toolkit's package of cuBLAS, or
-// the wheel nvidia-cublas, on the compiler's path).
+// Compares the declarations of cublaslt.h with NVIDIA's header, if the compiler finds it (from the toolkit's cuBLAS
+// package or the wheel nvidia-cublas).
 #include "cuda/cublaslt.h"
 
 #include <gtest/gtest.h>

@@ -18,10 +18,10 @@ std::string version_text(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
-/// Of the compute capability, and what every build needs.
+/// The oldest major compute capability that a build runs on.
 constexpr int kOldestMajor = 8;
 
-/// Why this build cannot run on the GPU; empty where it can.
+/// The reason that this build cannot run on the GPU; empty if it can.
 std::string obstacle(const GpuInfo& gpu) {
   const int major = gpu.compute_capability_major, minor = gpu.compute_capability_minor;
   if (major < kOldestMajor) return "the GPUs here are older than compute capability 8.0, which eaves needs";
@@ -63,7 +63,7 @@ GpuList find_gpus() {
     gpu.memory_bandwidth = 2.0 * clock_khz * 1e3 * properties.memoryBusWidth / 8.0;
     list.gpus.push_back(gpu);
   }
-  // Device numbers are CUDA's: a GPU that cannot be used stays in the list where a usable one follows it.
+  // Device numbers are CUDA's: an unusable GPU stays in the list if a usable one follows it.
   while (!list.gpus.empty()) {
     list.missing = obstacle(list.gpus.back());
     if (list.missing.empty()) break;
@@ -137,7 +137,7 @@ void* allocate_in_stream_order(Device device, std::size_t bytes, void* stream) {
 }
 
 void deallocate_in_stream_order(Device device, void* data, void* stream) noexcept {
-  // Without DeviceGuard, which may throw: what cannot be given back here is given back when the context ends.
+  // No DeviceGuard here, because it may throw. Memory that cannot be freed here is freed when the context ends.
   int previous = 0;
   if (cudaGetDevice(&previous) != cudaSuccess || cudaSetDevice(device.index) != cudaSuccess) return;
   cudaFreeAsync(data, static_cast<cudaStream_t>(stream));

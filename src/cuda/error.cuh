@@ -12,7 +12,7 @@ namespace eaves::cuda {
 /// Throws DeviceError "<who>: <CUDA's words>" unless `status` is cudaSuccess.
 inline void check_status(cudaError_t status, const char* who) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // an error that does not stick must not be found again by the next call
+  cudaGetLastError();  // clears an error that does not stick, or the next call would report it
   throw DeviceError(std::string(who) + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) + ")");
 }
 

@@ -1,12 +1,12 @@
-// A product of matrices on Hopper (compute capability 9.0) that ends in exponentials: logits are in its accumulators
-// and never in memory.
+// A matrix product on Hopper (compute capability 9.0) that ends in exponentials. The logits exist in its accumulators
+// alone, never in memory.
 //
 //   z = x weight^T + bias                  [rows, classes], float32
-//   t = z * factor - shift[row]            so that 2^t is what a softmax is made of; or with a soft cap
+//   t = z * factor - shift[row]            a softmax is made of 2^t; or with a soft cap
 //   t = tanh(z * to_tanh) * factor - shift[row]
 //
-// The kernels are in src/cuda/sm90, on the headers of CUTLASS, one for each thing that is done with t. Each also writes
-// the logit of each row's target: its loss has to come from the accumulators that its exponential comes from.
+// The kernels are in src/cuda/sm90, on the headers of CUTLASS; there is one kernel for each use of t. Each kernel also
+// writes the logit of each row's target: loss and exponential have to come from the same accumulators.
 #pragma once
 
 #include <cstdint>
@@ -29,31 +29,31 @@ struct ExpProduct {
   const float* bias;           ///< [classes]; nullptr: 0
   float to_tanh;               ///< a scale over a soft cap; 0: no soft cap
   float factor;                ///< a scale times log2(e), or a soft cap times log2(e)
-  const float* shift;          ///< [rows]; of a softmax nullptr: it finds its own
-  const std::int32_t* target;  ///< [rows], a class each; none: -1
-  float* target_logit;         ///< out; [rows], z of the target where there is one
+  const float* shift;          ///< [rows]; nullptr for ExpProductSoftmax, which finds its own
+  const std::int32_t* target;  ///< [rows], a class each; -1: none
+  float* target_logit;         ///< out; [rows], z of the target; not written for a row without one
 };
 
-/// Sums are of a row and a tile of classes; rows are computed in tiles too, those of a cluster together. Why so:
-/// docs/design.md, "An operator of matrix products".
+/// Sums are taken over a row and a tile of classes. Rows are computed in tiles too, and a cluster computes two of them
+/// together. The reason: docs/design.md, "An operator of matrix products".
 inline constexpr std::int64_t kExpProductRows = 128;
 inline constexpr std::int64_t kExpProductClasses = 192;
 inline constexpr std::int64_t kExpProductClusterRows = 2 * kExpProductRows;
 
-/// What the kernels ask of x and weight: rows on 16 bytes, nothing transposed.
+/// The kernels need x and weight with rows that start on 16 bytes, and not transposed.
 bool takes_exp_product(DType dtype, const GemmMatrix& x, const GemmMatrix& weight, std::int64_t features);
 
-/// Is the product in this build, and does it run on `device`?
+/// True if this build has the product and `device` can run it.
 bool has_exp_product(Device device);
 
-/// Elements of the sums of a product: [tiles of classes, rows up to a whole tile].
+/// The number of elements of a product's sums: [tiles of classes, rows up to a whole tile].
 inline std::int64_t exp_product_sums(std::int64_t rows, std::int64_t classes) {
   return ceil_divide(classes, kExpProductClasses) * ceil_divide(rows, kExpProductRows) * kExpProductRows;
 }
 
-/// For each row and tile of classes: the sums of 2^t and of 2^t * t. Where `exps` is not nullptr also each 2^t, times
-/// the derivative of tanh with a soft cap, rounded to bfloat16, whose range is that of float32; x and weight are of
-/// bfloat16 then.
+/// For each row and tile of classes, the sums of 2^t and of 2^t * t. If `exps` is not nullptr, x and weight are
+/// bfloat16, and each 2^t is written too: times the derivative of tanh with a soft cap, rounded to bfloat16, which has
+/// the range of float32.
 struct ExpProductSums {
   float* sums;           ///< [tiles, rows up to a whole tile]
   float* moments;        ///< the same
@@ -63,8 +63,8 @@ struct ExpProductSums {
 
 void exp_product(const char* op, const ExpProduct& product, const ExpProductSums& to, const ExecutionContext& context);
 
-/// The online softmax of each row and tile of classes: the largest z * factor, which is the shift of t (0 if it is
-/// infinite), and the sums of 2^t and of 2^t * t.
+/// The online softmax of each row and tile of classes: the largest z * factor, which is the shift of t (0 if infinite),
+/// and the sums of 2^t and of 2^t * t.
 struct ExpProductSoftmax {
   float* shifts;   ///< [tiles, rows up to a whole tile]
   float* sums;     ///< the same
@@ -75,7 +75,7 @@ void exp_product(const char* op, const ExpProduct& product, const ExpProductSoft
                  const ExecutionContext& context);
 
 /// For each logit 2^t * (constant[row] + slope[row] * t), times the derivative of tanh with a soft cap, rounded to the
-/// dtype of the product; 0 where both are 0.
+/// product's dtype, which is bfloat16; 0 if constant and slope are both 0.
 struct ExpProductGradient {
   const float* constant;
   const float* slope;

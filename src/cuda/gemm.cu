@@ -26,7 +26,7 @@ namespace {
 
 using namespace cublaslt;
 
-/// Factors that kernels read on the device, beside an alpha that lies there.
+/// 0 and 1 on the device: if alpha lies there, beta has to lie there too.
 template <typename A>
 __device__ const A kFactors[2] = {A(0), A(1)};
 
@@ -144,11 +144,11 @@ AlgorithmKey key_of(const Gemm& gemm, bool has_bias, int device, const std::arra
           splits_sums};
 }
 
-/// Of the library's proposals for a sum over rows (a is transposed: the gradient of a weight) the one that is the
-/// fastest where it is proposed: tiles of 128 x 160, clusters of two, and the library's custom option 1. The library
-/// puts it sixth or seventh, and none of the first eight was faster (H200, cuBLASLt 13.1, bfloat16, 512 to 3072 rows,
-/// gradients of [32768 to 151936, 2048 to 8192]). Why it is not found by measuring: docs/design.md, "An operator of
-/// matrix products".
+/// True for the algorithm that is the fastest for a sum over rows (a is transposed: the gradient of a weight) whenever
+/// the library proposes it: tiles of 128 x 160, clusters of two, and the library's custom option 1. The library puts it
+/// sixth or seventh, and none of the first eight was faster (H200, cuBLASLt 13.1, bfloat16, 512 to 3072 rows, gradients
+/// of [32768 to 151936, 2048 to 8192]). Why eaves does not measure instead: docs/design.md, "An operator of matrix
+/// products".
 bool is_fastest_sum_over_rows(const Algorithm& algorithm) {
   const auto has = [&](AlgorithmAttribute attribute, auto expected) {
     decltype(expected) value{};
@@ -160,7 +160,7 @@ bool is_fastest_sum_over_rows(const Algorithm& algorithm) {
          has(kClusterShape, std::uint16_t{kCluster2x1x1});
 }
 
-/// The one that the library expects to be the fastest, or that is known to be; nullopt where it has none.
+/// The algorithm that is known to be the fastest, else the one that the library expects to be; nullopt if it has none.
 std::optional<Algorithm> find_algorithm(const char* op, Handle handle, const Description& description,
                                         const std::array<std::uint32_t, 3>& alignments, bool splits_sums,
                                         bool sums_rows) {
@@ -192,11 +192,12 @@ std::optional<Algorithm> find_algorithm(const char* op, Handle handle, const Des
   return proposals[0].algorithm;
 }
 
-/// The same product always takes the same algorithm: it is asked for once for each shape. Where a row of c must not
-/// depend on how many there are, that is the one of kRowsAskedFor, for the alignment that every row has: another may
-/// add up an element in another order. It splits no sum, or its workspace would follow the rows. H200, cuBLASLt 13.1,
-/// bfloat16, [m, 4096] with 32,768 to 151,936 classes: nothing lost at 1024, 2048 and 4096 rows, up to a third at 1536
-/// and 2176, and the gradient of x takes 1.2 ms for up to 512 rows, instead of 0.25 to 0.7.
+/// Asks once for each shape, so that the same product always takes the same algorithm. With EAVES_BATCH_INVARIANT a row
+/// of c must not depend on the number of rows, and another algorithm may add up an element in another order: every
+/// number of rows takes the algorithm of kRowsAskedFor rows, for the alignment that every row has. That algorithm
+/// splits no sum, or its workspace would grow with the rows. H200, cuBLASLt 13.1, bfloat16, [m, 4096] with 32,768 to
+/// 151,936 classes: no time lost at 1024, 2048 and 4096 rows, up to a third at 1536 and 2176; the gradient of x
+/// takes 1.2 ms for up to 512 rows, instead of 0.25 to 0.7.
 std::optional<Algorithm> algorithm_for(const char* op, Handle handle, const Gemm& gemm, bool has_bias, int device) {
   static std::mutex mutex;
   static std::map<AlgorithmKey, Algorithm> known;
@@ -217,7 +218,7 @@ std::optional<Algorithm> algorithm_for(const char* op, Handle handle, const Gemm
   const auto found =
       find_algorithm(op, handle, Description(op, asked, has_bias), alignments, !keeps_rows_apart, gemm.a.is_transposed);
   if (!found) return found;                       // the next call asks again
-  if (known.size() >= kMostKnown) known.clear();  // row counts that change with each call
+  if (known.size() >= kMostKnown) known.clear();  // the number of rows changes with each call
   known.emplace(key, *found);
   return found;
 }
@@ -236,9 +237,9 @@ void multiply(const char* op, const Gemm& gemm, const Description& description, 
         "cublasLtMatmul");
 }
 
-/// A product as two.
+/// A product that is computed as two.
 struct Parts {
-  Gemm whole;  ///< of whole vectors
+  Gemm whole;  ///< made of whole vectors
   Gemm rest;
 };
 
@@ -249,9 +250,9 @@ void* advance(void* data, DType dtype, std::int64_t elements) {
   return static_cast<char*>(data) + elements * static_cast<std::int64_t>(size_of(dtype));
 }
 
-/// For factors of 16 bits that lie well, but have rows of no whole vectors of 16 bytes, cuBLASLt proposes kernels of
-/// older GPUs alone (13.1, on Hopper): with 50,257 classes products took several times as long. The elements behind the
-/// last whole vector are a product of their own. A sum is cut where core/gemm.h says so.
+/// Cuts a product of aligned 16-bit factors if an axis is no multiple of 16 bytes: cuBLASLt (13.1, on Hopper) proposes
+/// only kernels of older GPUs for it, and with 50,257 classes products took several times as long. The elements behind
+/// the last whole vector become a product of their own. core/gemm.h says when a sum is cut.
 std::optional<Parts> cut_to_vectors(const Gemm& product) {
   constexpr std::uint32_t kVectorBytes = 16;
   const bool lies_well = alignment_of(product.a.data, product.a.stride, product.dtype) >= kVectorBytes &&
@@ -368,12 +369,12 @@ void gemm(const char* op, const Gemm& product, const ExecutionContext& context) 
                                  : multiply<float>(op, gemm, description, *algorithm, handle, context);
     return true;
   };
-  // The choice of an algorithm is not told how a bias lies: vectors of it are loaded.
+  // cuBLASLt chooses an algorithm without the bias's alignment, and its kernels load vectors of the bias.
   constexpr std::uintptr_t kBiasAlignment = 16;
   const bool is_bias_aligned = reinterpret_cast<std::uintptr_t>(product.bias) % kBiasAlignment == 0;
   if (is_bias_aligned && run(product, product.bias != nullptr)) return;
   if (product.bias != nullptr) {
-    // Not every type has a product that adds it: then it is there before.
+    // cuBLASLt adds a bias for some dtypes only: here c starts as the bias, and the product is added to it.
     fill(op, product, context);
     Gemm rest = product;
     rest.bias = nullptr;

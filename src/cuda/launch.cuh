@@ -1,4 +1,4 @@
-// The one launcher: every kernel of the library starts here, with its shape as designated initialisers.
+// The one launcher: every kernel of the library starts here. Its launch shape is written as designated initialisers.
 //
 //   launch(op, row_per_lanes<Operation, 32, 4>, {.blocks = 4096, .threads = 128, .stream = stream}, operation, 32);
 #pragma once
@@ -16,14 +16,15 @@ struct LaunchShape {
   std::int64_t blocks = 1;    ///< along x, below 2^31
   std::int64_t blocks_y = 1;  ///< below 2^16
   dim3 threads = 1;
-  int cluster_blocks = 1;                    ///< neighbours along x, at most 8, that are one cluster; divides `blocks`
-  std::size_t shared_bytes = 0;              ///< of a block, as `extern __shared__`; beside those the kernel declares
-  bool starts_before_previous_ends = false;  ///< programmatic dependent launch: the kernel waits by itself, with
-                                             ///< wait_for_previous_kernel(), before it reads what that one wrote
+  int cluster_blocks = 1;                    ///< neighbours along x, at most 8, that form one cluster; divides `blocks`
+  std::size_t shared_bytes = 0;              ///< `extern __shared__` of a block, beside what the kernel declares
+  bool starts_before_previous_ends = false;  ///< programmatic dependent launch: the kernel calls
+                                             ///< wait_for_previous_kernel() before it reads the previous kernel's
+                                             ///< results
   void* stream = nullptr;
 };
 
-/// Dynamic shared memory that a kernel gets without asking: 48 KiB, less what it may declare.
+/// Dynamic shared memory that a kernel gets without asking: 48 KiB, less 8 KiB that it may declare.
 inline constexpr std::size_t kSharedBytesWithoutAsking = 40960;
 
 template <typename... Parameters>
@@ -59,18 +60,18 @@ void launch(const char* op, void (*kernel)(Parameters...), const LaunchShape& sh
   check_status(cudaLaunchKernelEx(&config, kernel, arguments...), op);
 }
 
-/// Called by a kernel before it reads what the previous kernel of the stream wrote: all of that one's blocks have ended
-/// and their writes can be seen.
+/// Called by a kernel before it reads results of the previous kernel in the stream. Afterwards all blocks of that
+/// kernel have ended and their writes are visible.
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/// Called by a kernel as early as the next one may run: at its start, or after wait_for_previous_kernel() where the
-/// next one reads, before it waits itself, what may still be written by the one before. Once all of its blocks have
-/// said so, the next kernel may take its place on the multiprocessors that become free, and wait there instead of being
-/// launched after the end.
+/// Allows the next kernel to start once every block of this one has called it. The next kernel then takes
+/// multiprocessors as they become free and waits there, instead of being launched after the end. A kernel calls it at
+/// its start, or after wait_for_previous_kernel() if the next kernel, before its own wait, reads memory that the
+/// previous kernel may still write.
 __device__ inline void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

@@ -1,9 +1,9 @@
-// How a thread gets the vectors that it walks along, a batch at a time: loads into registers, or copies through shared
-// memory that run ahead of their use. Each is an object for transform() of vector.cuh:
+// Loads for a thread that walks along vectors, a batch at a time: into registers, or by copies through shared memory
+// that run ahead of their use. Each class is an argument of transform() in vector.cuh:
 //
-//   begin(first, left, threads)     before the first batch: its first vector, how many are left, their distance
+//   begin(first, left, threads)     before the first batch: its first vector, the vectors left, their distance
 //   load(batch, first, threads)     asks for a batch
-//   receive(batch)                  has it in registers
+//   receive(batch)                  has the batch in registers
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,9 @@ struct Vector {
   uint4 words;
 };
 
-/// Without a hint to the caches. Where elements are stored too, hints cost more than they save, though each is read
-/// once. H100, bf16, gradient of logsumexp, [4096, 131072]: 0.709 ms, with L1::no_allocate 0.717; of cross entropy,
-/// [1048576, 64]: 100 us, with L1::no_allocate and streaming stores 113.
+/// Loads without a hint to the caches. In kernels that also store elements, hints cost more than they save, though each
+/// element is read once. H100, bf16, gradient of logsumexp, [4096, 131072]: 0.709 ms, with L1::no_allocate 0.717;
+/// gradient of cross entropy, [1048576, 64]: 100 us, with L1::no_allocate and streaming stores 113.
 template <typename T>
 __device__ Vector<T> load(const Vector<T>* address) {
   Vector<T> v;
@@ -31,8 +31,8 @@ __device__ Vector<T> load(const Vector<T>* address) {
   return v;
 }
 
-/// The same past L1, where rows are only read, and each element once. H100, bf16, cross entropy: [4096, 32768] with
-/// smoothing 103 us, through L1 113; [1048576, 64] 66 us, through L1 72.
+/// Loads past L1, for kernels that only read their rows, each element once. H100, bf16, cross entropy: [4096, 32768]
+/// with smoothing 103 us, through L1 113; [1048576, 64] 66 us, through L1 72.
 template <typename T>
 __device__ Vector<T> load_past_l1(const Vector<T>* address) {
   Vector<T> v;
@@ -42,8 +42,8 @@ __device__ Vector<T> load_past_l1(const Vector<T>* address) {
   return v;
 }
 
-/// As load(), from memory that the kernel writes later, where another thread's element may lie over this one. load()
-/// promises that nothing is written there, and may then be done as late as its first use, behind a barrier too.
+/// Loads from memory that the kernel writes later, if another thread's element may lie over this one. load() promises
+/// memory that nobody writes, and the compiler may therefore delay it to its first use, even behind a barrier.
 template <typename T>
 __device__ Vector<T> load_before_overwriting(const Vector<T>* address) {
   Vector<T> v;
@@ -54,7 +54,7 @@ __device__ Vector<T> load_before_overwriting(const Vector<T>* address) {
   return v;
 }
 
-/// Straight into registers. Where threads do little with a batch, others load in the meantime.
+/// Loads straight into registers. If threads do little with a batch, other threads load in the meantime.
 struct DirectLoads {
   template <typename T>
   __device__ void begin(const Vector<T>*, int, int) {}
@@ -67,7 +67,7 @@ struct DirectLoads {
   __device__ void receive(Vector<T> (&)[kVectors]) {}
 };
 
-/// Copies a vector to shared memory, whose address is `to`, some time before wait_for_copies() says so to this thread.
+/// Copies a vector to shared memory at address `to`. It has arrived when this thread has waited for its batch.
 template <typename T>
 __device__ void copy_ahead(std::uint32_t to, const Vector<T>* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -81,28 +81,28 @@ __device__ Vector<T> load_shared(std::uint32_t from) {
                : "memory");
   return v;
 }
-/// What was copied since the last call is one batch, also where it is nothing.
+/// Ends a batch: all copies since the last call, possibly none.
 __device__ inline void end_batch_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/// For all batches but the last kOnTheirWay.
+/// Waits for all batches but the last kOnTheirWay.
 template <int kOnTheirWay>
 __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kOnTheirWay) : "memory");
 }
 
-/// A ring of kSlots batches in shared memory, in which each of the kThreads threads of a block has its own vectors,
-/// kVectors of a batch. All slots but one are on their way: into the one whose batch was used last, the next is copied.
+/// A ring of kSlots batches in shared memory. Each of the kThreads threads of a block has vectors of its own, kVectors
+/// in a batch. All slots but one are on their way; the next batch is copied into the slot that was read last.
 template <typename T, int kThreads, int kVectors, int kSlots>
 class VectorRing {
  public:
-  static constexpr int kVectorCount = kSlots * kVectors * kThreads;  ///< of the shared memory
+  static constexpr int kVectorCount = kSlots * kVectors * kThreads;  ///< of its shared memory
 
   __device__ explicit VectorRing(const void* shared)
       : begin_(static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)) + threadIdx.x * kVectorBytes),
         read_(begin_),
         written_(begin_) {}
 
-  /// Once for each batch, the first kSlots - 1 times before anything is read: `send(function(v))` calls that function,
-  /// the address of vector v, or does not call it.
+  /// Called once for each batch, and kSlots - 1 times before the first read. `send(address_of)` starts the batch's
+  /// copies: address_of(v) is the address of vector v. It may leave out a vector.
   template <typename Send>
   __device__ void send(Send send) {
     send([&](int v) { return written_ + v * kThreads * kVectorBytes; });
@@ -128,7 +128,7 @@ class VectorRing {
   std::uint32_t written_;
 };
 
-/// Through a ring of shared memory: for kernels with so much arithmetic that their registers hold too few loads.
+/// Loads through a ring of shared memory, for kernels with so much arithmetic that their registers hold too few loads.
 template <typename T, int kThreads, int kVectors, int kSlots>
 class LoadsAhead {
  public:
@@ -153,7 +153,7 @@ class LoadsAhead {
   }
 
  private:
-  /// The next batch, if it is whole.
+  /// Sends the next batch if it is whole.
   __device__ void send() {
     ring_.send([&](auto address) {
       if (left_ <= (kVectors - 1) * threads_) return;

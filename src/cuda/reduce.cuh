@@ -1,6 +1,6 @@
-// Reductions of any state over lanes, a block and a cluster. A state is a small struct and a function that merges two,
-// commutative and with a neutral element (what a value-initialised state is): SoftmaxState with MergeSoftmax, say.
-// Each combines in an order that depends on nothing but the sizes: two runs are bitwise equal.
+// Reductions of any state over lanes, a block and a cluster. A state is a small struct. A function merges two states;
+// it is commutative, and a value-initialised state is neutral. Example: SoftmaxState with MergeSoftmax. The order of
+// merging depends on the sizes alone, so that two runs are bitwise equal.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -10,7 +10,7 @@
 
 namespace eaves::cuda {
 
-/// Merges sums.
+/// The merge of sums.
 struct Plus {
   template <typename Sum>
   __device__ Sum operator()(const Sum& a, const Sum& b) const {
@@ -29,7 +29,8 @@ __device__ State shuffle_xor(const State& state, int lane_mask) {
   return result;
 }
 
-/// Over each group of kLanes neighbouring lanes; every lane gets its group's result. All 32 lanes of the warp call it.
+/// Reduces each group of kLanes neighbouring lanes; every lane gets its group's result. All 32 lanes of the warp call
+/// it.
 template <int kLanes, typename State, typename Merge>
 __device__ State reduce_lanes(State state, Merge merge) {
 #pragma unroll
@@ -37,7 +38,7 @@ __device__ State reduce_lanes(State state, Merge merge) {
   return state;
 }
 
-/// Over the threads of a block, kThreads or fewer whole warps; the first warp gets the result.
+/// Reduces the threads of a block, kThreads or fewer whole warps. The first warp gets the result.
 template <int kThreads, typename State, typename Merge>
 __device__ State reduce_block(State state, Merge merge, int threads = kThreads) {
   constexpr int kWarps = kThreads / 32;
@@ -57,14 +58,14 @@ __device__ State reduce_block(State state, Merge merge, int threads = kThreads) 
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-/// Over the blocks of a cluster, each of which has its result in thread 0; thread 0 of block 0 gets the result.
+/// Reduces the blocks of a cluster. Each block has its state in thread 0; thread 0 of block 0 gets the result.
 template <typename State, typename Merge>
 __device__ State reduce_cluster(State state, Merge merge) {
   const auto cluster = cooperative_groups::this_cluster();
   __shared__ alignas(State) unsigned char storage[sizeof(State)];
   State* block_state = reinterpret_cast<State*>(storage);
   if (threadIdx.x == 0) *block_state = state;
-  cluster.sync();  // every block has started, and its state is there
+  cluster.sync();  // every block has started and stored its state
   if (cluster.block_rank() == 0 && threadIdx.x == 0) {
     for (unsigned other = 1; other < cluster.num_blocks(); ++other) {
       state = merge(state, *cluster.map_shared_rank(block_state, other));

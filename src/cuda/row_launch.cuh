@@ -1,5 +1,5 @@
-// How rows of unit stride meet the grid: which block has which row or piece of one, how the shapes of the policy become
-// kernels, and how the pieces of rows are joined. For every operator that reduces rows.
+// How rows of unit stride meet the grid: the row or piece of each block, the kernel of each shape of the policy, and
+// the joining of pieces. Every operator that reduces rows uses it.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@
 
 namespace eaves::cuda {
 
-/// Threads of a block that has a piece of a row. A heavy operator takes part of a batch vector by vector: its batch, of
-/// 4 vectors a thread, is as large as the smallest piece (split_rows).
+/// Threads of a block that has a piece of a row. A heavy operator handles part of a batch vector by vector, so its
+/// batch, of 4 vectors a thread, is as large as the smallest piece (split_rows).
 template <bool kIsHeavy>
 inline constexpr int kPieceBlock = kIsHeavy ? 256 : kPieceThreads.threads;
 
 /// Calls `function.operator()<kThreads, kVectors>(threads)` for the shape that the policy chose; every shape that
-/// row_threads() returns stands here. A heavy operator has one kernel for lanes and one for blocks, whose `threads` are
-/// an argument: its kernels are long to compile. H100, cross entropy of [4096, 32768] bf16 with soft targets, with
-/// softcap: 64 threads 204.1 and 106.7 us, 128 threads 207.7 and 108.3.
+/// row_threads() returns is listed. A heavy operator has two kernels, one for lanes and one for blocks, with `threads`
+/// as an argument, because its kernels take long to compile. H100, cross entropy of [4096, 32768] bf16 with soft
+/// targets and with softcap: 64 threads 204.1 and 106.7 us, 128 threads 207.7 and 108.3.
 template <bool kIsHeavy, typename Function>
 void dispatch_row_threads(RowThreads shape, bool is_cut, Function function) {
   const auto call = [&]<int kThreads, int kVectors>() { function.template operator()<kThreads, kVectors>(kThreads); };
@@ -39,10 +39,10 @@ void dispatch_row_threads(RowThreads shape, bool is_cut, Function function) {
   }
 }
 
-/// How many threads a multiprocessor has at once, as a bound of their registers. With much arithmetic they are fewer.
-/// Some registers are spilled even so, which costs less than more threads gain. H100, cross entropy of [4096, 32768]
-/// bf16: 1024 threads 99.8 us with label smoothing, 108.0 with softcap, 103.3 with argmax; 768 threads 102.0, 112.3,
-/// 105.9.
+/// Blocks that a multiprocessor holds at once, which bounds a kernel's registers. Kernels with much arithmetic get
+/// fewer. They still spill some registers; the spills cost less than the added threads gain. H100, cross entropy of
+/// [4096, 32768] bf16: 1024 threads 99.8 us with label smoothing, 108.0 with softcap, 103.3 with argmax; 768 threads
+/// 102.0, 112.3, 105.9.
 template <typename T, int kThreads, bool kIsHeavy>
 inline constexpr int kBlocksPerMultiprocessor = (sizeof(T) == 8 ? 512
                                                  : kIsHeavy     ? 1024
@@ -54,13 +54,13 @@ struct Piece {
   std::int64_t piece;
 };
 
-/// Neighbouring blocks take neighbouring memory: pieces of one row, or else rows.
+/// Neighbouring blocks take neighbouring memory: pieces of one row, or else whole rows.
 __device__ inline Piece find_piece(const RowSplit& split) {
   if (split.pieces > 1) return {blockIdx.y, blockIdx.x};
   return {blockIdx.x, 0};
 }
 
-/// The grid for find_piece. Rows that are cut are few, and fit the grid's y.
+/// The grid for find_piece. Rows are cut only if they are few, and then fit the grid's y axis.
 inline LaunchShape shape_of(const RowSplit& split, std::int64_t rows, int threads, void* stream) {
   const bool is_cut = split.pieces > 1;
   return {.blocks = is_cut ? split.pieces : rows,
@@ -70,8 +70,8 @@ inline LaunchShape shape_of(const RowSplit& split, std::int64_t rows, int thread
           .stream = stream};
 }
 
-/// Joins the states `pieces`, [piece_count, row_count], of 32 rows: a lane a row, the kWarps warps of the block share
-/// the pieces. Calls `finish(row, state)` in one thread for each row.
+/// Joins the states `pieces`, [piece_count, row_count], of 32 rows. A lane has a row, and the kWarps warps of the block
+/// share its pieces. Calls `finish(row, state)` in one thread for each row.
 template <int kWarps, typename State, typename Merge, typename Finish>
 __device__ void reduce_pieces(const State* pieces, std::int64_t row_count, std::int64_t piece_count, Merge merge,
                               Finish finish) {
@@ -87,7 +87,7 @@ __device__ void reduce_pieces(const State* pieces, std::int64_t row_count, std::
   auto* states = reinterpret_cast<State(*)[kWarps + 1]>(storage);
   states[threadIdx.x][threadIdx.y] = state;
   __syncthreads();
-  // Turned around: kWarps neighbouring lanes a row.
+  // Transposed: kWarps neighbouring lanes have a row.
   const int thread = static_cast<int>(threadIdx.y * 32 + threadIdx.x);
   state = reduce_lanes<kWarps>(states[thread / kWarps][thread % kWarps], merge);
   const std::int64_t row = first_row + thread / kWarps;

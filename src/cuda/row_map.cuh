@@ -1,29 +1,29 @@
-// Mapping rows element by element, with a few numbers of each row, whatever the operator: what a gradient is. A kernel
-// only has to find a row's numbers once and stream its elements:
+// Maps rows element by element, with a few numbers of each row: the form of every gradient. A kernel only has to find a
+// row's numbers once and to stream its elements:
 //
 //   map_per_lanes      short rows, many in a block      (unit stride)
 //   map_per_piece      long rows, a block a piece       (unit stride)
 //   map_per_column     rows side by side                (the row runs along another axis)
 //   map_per_element    anything else
 //
-// An operator says what is done with an element, as a struct that kernels take by value:
+// An operator describes its function as a struct that kernels take by value:
 //
 //   struct Operation {            // for elements of type T, template of the view's type
 //     using Element = T;
 //     const View& view() const;   // ShortRowView, or RowView for map_per_element
 //     const T* in; T* out;        // tensors 0 and 1 of the view; may be the same
-//     auto row(const Offsets& at) const;  // loads what the row whose tensors lie at `at` needs; a function of
-//                                         // (element, column), and of (vector, column of its first element) as
-//                                         // transform() takes it. Optional, of a function that differs in one column
-//                                         // of its row: target_column(), outside of the row where there is none, and
+//     auto row(const Offsets& at) const;  // loads the numbers of the row whose tensors lie at `at`. Returns a function
+//                                         // of (element, column), and of (vector, column of its first element) as
+//                                         // transform() takes it. A function that differs in one column of its row may
+//                                         // have target_column(), outside of the row if there is none, and
 //                                         // target(element), other(element)
-//     // where kIsHeavy (row_policy.h):
+//     // if kIsHeavy (row_policy.h):
 //     bool has_factors() const;  // does the function load a factor of each element?
-//     void for_variant<kHasFactors>(body) const;  // calls `body` with a function like row(), for what all rows have
-//                                                 // in common, so that loops are compiled for it
+//     void for_variant<kHasFactors>(body) const;  // calls `body` with a function like row(), specialised in
+//                                                 // the options of all rows, so that loops are compiled for them
 //   };
 //
-// An operation is specialised in kIsHeavy (row_policy.h) and kRowIsCheap (below) where it differs from most.
+// Operations that differ from most are specialised in kIsHeavy (row_policy.h) and kRowIsCheap (below).
 #pragma once
 
 #include <algorithm>
@@ -40,23 +40,23 @@
 namespace eaves::cuda {
 
 inline constexpr int kMapLanesBlock = 128;  // threads of a block of short rows
-// A block of long rows. H200, gradient of logsumexp, bf16, [4096, 131072] and [4096, 1024]: 32 x 4 0.504 ms and 7.6 us,
-// 64 x 2 0.501 and 8.1, 128 x 2 0.501 and 9.1, 64 x 4 0.509 and 8.3, 32 x 2 0.639 and 9.4, 128 x 1 0.618 and 9.5; a
-// plain copy 0.511 and 6.8.
+// Threads of a block of long rows. H200, gradient of logsumexp, bf16, [4096, 131072] and [4096, 1024], threads x
+// vectors: 32 x 4 0.504 ms and 7.6 us, 64 x 2 0.501 and 8.1, 128 x 2 0.501 and 9.1, 64 x 4 0.509 and 8.3, 32 x 2 0.639
+// and 9.4, 128 x 1 0.618 and 9.5; a plain copy 0.511 and 6.8.
 inline constexpr int kMapThreads = 32;
-inline constexpr int kMapVectors = 4;  // that a thread loads before it stores the first
-// A thread of a heavy operator takes more batches, one after the other; smaller ones, for the instructions of a loop
-// over many elements are more than a multiprocessor keeps at hand. All slots but one are for batches on their way.
+inline constexpr int kMapVectors = 4;  // vectors that a thread loads before it stores the first
+// A thread of a heavy operator takes more batches, one after the other. The batches are smaller, because a loop over
+// many elements has more instructions than a multiprocessor keeps at hand. All slots but one hold batches on their way.
 // H200, [4096, 131072] bf16, every option of cross entropy: 4 vectors, 4 batches and 3 slots 0.766 ms, these 0.714.
 inline constexpr int kHeavyMapVectors = 2;
 inline constexpr int kHeavyMapBatches = 8;
 inline constexpr int kHeavyMapSlots = 6;
-// Blocks of a multiprocessor, as a bound of registers; 0: the compiler's choice. Factors of elements take time to load,
-// which more threads hide. H100, gradient of cross entropy, [4096, 32768] bf16: with soft targets 281 us, 313 with 20
-// blocks; with smoothing over weighted classes 198 and 206. With softcap, which has no factors, 192 with 25 and 186
+// Blocks of a multiprocessor, which bounds registers; 0 leaves the choice to the compiler. More threads hide the loads
+// of an element's factors. H100, gradient of cross entropy, [4096, 32768] bf16: with soft targets 281 us, 313 with 20
+// blocks; with smoothing over weighted classes 198, 206 with 20 blocks. Softcap has no factors: 192 with 25 blocks, 186
 // with 20.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ % 100 != 0 || __CUDA_ARCH__ >= 1200)
-template <bool kIsHeavy, bool kHasFactors>  // a multiprocessor has at most 16 or 24
+template <bool kIsHeavy, bool kHasFactors>  // a multiprocessor of these GPUs has at most 16 or 24 blocks
 inline constexpr int kMapBlocks = 0;
 #else
 template <bool kIsHeavy, bool kHasFactors>
@@ -67,13 +67,13 @@ inline constexpr int kMapBlocks = kHasFactors ? 25
 inline constexpr int kMapColumnWarps = 8;  // warps of a block that walk down columns side by side
 inline constexpr int kMapColumns = 4;      // columns that a thread loads before it stores the first
 inline constexpr int kMapColumnBlocks =
-    32;  // blocks for each multiprocessor: nothing is merged, so many and short ones
+    32;  // blocks for each multiprocessor: many and short ones, because nothing is merged
 
-/// row() loads a number or two: more lanes may repeat it. To be specialised.
+/// True if row() loads only a number or two, which more lanes may repeat. Operations specialise it.
 template <typename Operation>
 inline constexpr bool kRowIsCheap = false;
 
-/// A row's function that differs in a single column.
+/// True for a row's function that differs in a single column.
 template <typename Function, typename T>
 inline constexpr bool kHasTarget = requires(const Function& function, Accumulator<T> element) {
   function.target_column();
@@ -81,7 +81,7 @@ inline constexpr bool kHasTarget = requires(const Function& function, Accumulato
   function.other(element);
 };
 
-/// Short rows: kLanes lanes a row, of which each loads kVectors vectors before it stores the first.
+/// Short rows: kLanes lanes have a row, and each loads kVectors vectors before it stores the first.
 template <typename Operation, int kLanes, int kVectors>
 __global__ void __launch_bounds__(kMapLanesBlock) map_per_lanes(const __grid_constant__ Operation operation) {
   const std::int64_t row = (std::int64_t{blockIdx.x} * kMapLanesBlock + threadIdx.x) / kLanes;
@@ -91,19 +91,19 @@ __global__ void __launch_bounds__(kMapLanesBlock) map_per_lanes(const __grid_con
                       threadIdx.x % kLanes, kLanes, DirectLoads{}, [&] { return operation.row(at); });
 }
 
-/// How many vectors a piece of a long row has.
+/// The vectors of a piece of a long row.
 template <typename Operation>
 inline constexpr int kMapPieceVectors = kMapThreads*(kIsHeavy<Operation> ? kHeavyMapVectors* kHeavyMapBatches
                                                                          : kMapVectors);
 
-/// Long rows: a block a piece, and a piece is one batch of vectors for each thread, or a few. kHasFactors: of a heavy
-/// operation.
+/// Long rows: a block has a piece, and each thread one batch of its vectors, or a few if the operation is heavy. Only
+/// heavy operations have kHasFactors.
 template <typename Operation, bool kHasFactors>
 __global__ void __launch_bounds__(kMapThreads, (kMapBlocks<kIsHeavy<Operation>, kHasFactors>))
     map_per_piece(const __grid_constant__ Operation operation, unsigned pieces, Divider by_pieces) {
   const unsigned row = by_pieces.divide(blockIdx.x);
-  // Computed again where the row's numbers are loaded: six offsets of 64 bits would stay in registers meanwhile. H100,
-  // bf16, every option of cross entropy, [4096, 131072]: 0.82 ms, kept in registers 0.90.
+  // The offsets are computed again when the row's numbers are loaded: six offsets of 64 bits would otherwise stay in
+  // registers. H100, bf16, every option of cross entropy, [4096, 131072]: 0.82 ms, with offsets in registers 0.90.
   const auto at = operation.view().rows.offsets(row);
   const auto map = [&]<int kVectors>(std::integral_constant<int, kVectors>, auto loads, auto make_row) {
     transform<kVectors>(operation.in + at.of[0], operation.out + at.of[1], operation.view().column_count,
@@ -121,10 +121,10 @@ __global__ void __launch_bounds__(kMapThreads, (kMapBlocks<kIsHeavy<Operation>, 
   }
 }
 
-/// As row_per_column: each thread owns kLaneRows neighbouring rows and walks down their columns. One thread of the
+/// As in row_per_column, each thread owns kLaneRows neighbouring rows and walks down their columns. One thread of the
 /// block finds a row's numbers for all warps. H100, gradient of cross entropy, classes of [4, 32768, 1024] bf16 side by
-/// side: 197 us, and 240 where each warp finds them. A heavy operation's function refers to the kernel's arguments,
-/// which would no longer be known as such: there each warp does.
+/// side: 197 us, and 240 if each warp finds them. For a heavy operation each warp finds them: its function refers to
+/// the kernel's arguments, which the compiler would not recognise in a function read from shared memory.
 template <typename Operation, int kLaneRows>
 __global__ void __launch_bounds__(32 * kMapColumnWarps)
     map_per_column(const __grid_constant__ Operation operation, TransposedTiles tiles) {
@@ -136,8 +136,8 @@ __global__ void __launch_bounds__(32 * kMapColumnWarps)
     return operation.row(rows.offsets(tile.outer_row + tile.lane_row + i));  // i: counted from the tile's first
   };
   using Function = decltype(row_of(0));
-  // Raw bytes: a function need not have a default constructor. Rows of a thread lie 32 apart, those of a warp's threads
-  // side by side.
+  // Raw bytes, because a function need not have a default constructor. The rows of a thread lie 32 apart; the rows of a
+  // warp's threads lie side by side.
   __shared__ alignas(Function) unsigned char storage[kIsHeavy<Operation> ? 1 : kTileRows * sizeof(Function)];
   auto* const shared = reinterpret_cast<Function*>(storage);
   if constexpr (!kIsHeavy<Operation>) {
@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(32 * kMapColumnWarps)
   };
   const auto map = [&](const Function(&functions)[kLaneRows]) {
     if constexpr (kHasTarget<Function, T>) {
-      // Outside of the loop over columns, of which it would be most of the code, by the thread whose loop covers the
-      // column: it writes over what it has stored there itself.
+      // Outside of the loop over columns, because it would be most of the loop's code. The thread whose loop covers the
+      // column handles it, and overwrites an element that it has stored itself.
       std::int64_t targets[kLaneRows];
       T results[kLaneRows];
 #pragma unroll
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(32 * kMapColumnWarps)
   (std::make_integer_sequence<int, kLaneRows>{});
 }
 
-/// A thread an element, wherever it lies.
+/// A thread takes one element at a time, whatever the layout.
 template <typename Operation>
 __global__ void __launch_bounds__(256) map_per_element(const __grid_constant__ Operation operation) {
   using T = typename Operation::Element;
@@ -212,7 +212,8 @@ __global__ void __launch_bounds__(256) map_per_element(const __grid_constant__ O
   }
 }
 
-/// Maps every row of a view that has rows and columns. `make(view)` returns the operation for either type of view.
+/// Maps every row of a view, which has at least one row and column. `make(view)` returns the operation for either type
+/// of view.
 template <typename T, typename View, typename MakeOperation>
 void map_rows(const char* op, const View& view, const void* in, const void* out, Device device, void* stream,
               MakeOperation make) {
@@ -231,9 +232,10 @@ void map_rows(const char* op, const View& view, const void* in, const void* out,
                 .stream = stream},
                operation);
       };
-      // As few lanes as row_threads() has: each has kMapVectors, and row() is not repeated by many. Where it is cheap,
-      // whole lines side by side matter more. H100, bf16, [1048576, 64], gradient of logsumexp by 2, 4 and 8 lanes:
-      // 105, 95 and 106 us; of cross entropy 111, 112 and 160. (Up to 64 bytes are too few vectors for them.)
+      // As few lanes as row_threads() gives: each has kMapVectors vectors, and few lanes repeat row(). If row() is
+      // cheap, whole lines side by side matter more. H100, bf16, [1048576, 64], by 2, 4 and 8 lanes: gradient of
+      // logsumexp 105, 95 and 106 us, of cross entropy 111, 112 and 160. Rows of 64 bytes have too few vectors for
+      // that.
       if constexpr (!kIsHeavy<Operation>) {
         if constexpr (kRowIsCheap<Operation>) {
           if (row_bytes > 64 && row_bytes <= 128) return map.template operator()<4, 2>();
@@ -244,7 +246,7 @@ void map_rows(const char* op, const View& view, const void* in, const void* out,
       }
       return map.template operator()<8, kMapVectors>();
     }
-    // Of whole vectors, wherever the first one starts.
+    // Pieces consist of whole vectors, wherever the first vector starts.
     const std::int64_t vectors = view.column_count / Vector<T>::kSize;
     const std::int64_t pieces = std::max<std::int64_t>(1, ceil_divide(vectors, kMapPieceVectors<Operation>));
     const auto map = [&](auto kernel) {
@@ -271,7 +273,7 @@ void map_rows(const char* op, const View& view, const void* in, const void* out,
                       : launch(op, map_per_column<Operation, 1>, shape, operation, tiles);
   }
   const auto operation = make(view);
-  // Enough blocks to fill any GPU; the rest by steps.
+  // Enough blocks to fill any GPU; each thread steps through the remaining elements.
   const std::int64_t blocks = std::min<std::int64_t>(ceil_divide(view.row_count * view.column_count, 256), 1 << 20);
   launch(op, map_per_element<std::remove_cvref_t<decltype(operation)>>,
          {.blocks = blocks, .threads = 256, .stream = stream}, operation);

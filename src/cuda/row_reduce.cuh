@@ -1,34 +1,35 @@
-// Reducing rows, whatever the operator: one kernel for each way that rows lie in memory, and the plan that chooses.
+// Reduces rows, whatever the operator: one kernel for each layout of rows in memory, and the plan that chooses among
+// them.
 //
 //   row_per_lanes      short rows, many in a block         (unit stride)
 //   row_per_block      long rows, or pieces of longer ones (unit stride)
 //   row_per_column     rows side by side                   (reduced along another axis, read in place)
 //   row_per_stride     anything else
-//   merge_pieces       second step where a row was cut into pieces that do not share a cluster
+//   merge_pieces       the second step of a row that was cut into pieces outside of a cluster
 //
-// One idea in all of them: what threads hold are states, which merge in any grouping. An operator says what a state is
-// and what is done with one, as a struct that kernels take by value:
+// One idea in all of them: threads hold states, and states merge in any grouping. An operator describes its state and
+// its use as a struct that kernels take by value:
 //
 //   struct Operation {            // for elements of type T, template of the view's type
 //     using Element = T;
 //     using State = ...;          // its default-constructed value is neutral
-//     using Prepared = ...;       // what prepare() returns; default-constructed where it was not called
+//     using Prepared = ...;       // the result of prepare(); default-constructed if it was not called
 //     using Merge = ...;          // __device__ State operator()(const State&, const State&)
 //     const View& view() const;   // ShortRowView, or RowView for row_per_stride
 //
-//     // elements [first, first + count) of a row of unit stride, shared by `threads` threads; thread 0 also loads what
-//     // finish() needs beside the state
+//     // elements [first, first + count) of a row of unit stride, shared by `threads` threads; thread 0 also loads
+//     // `prepared`, which finish() needs beside the state
 //     template <int kVectors> State reduce(row, first, count, thread, threads, prepared) const;
-//     // columns first, first + step, ... below `last` of the kLaneRows rows side by side that begin with `row`; 1 row
-//     // of a heavy operator
+//     // columns first, first + step, ... below `last` of the kLaneRows rows side by side that begin with `row`;
+//     // a heavy operator has 1 row
 //     template <int kColumns, int kLaneRows> void reduce_columns(states, row, first, last, step) const;
-//     // columns first, first + step, ... below `last` of a row, wherever they lie
+//     // columns first, first + step, ... below `last` of a row in any layout
 //     State reduce_strided(row, first, last, step) const;
-//     Prepared prepare(row) const;    // the same by itself
+//     Prepared prepare(row) const;    // loads what finish() needs beside the state
 //     void finish(row, state, prepared) const;  // in one thread for each row
 //   };
 //
-// An operation is specialised in kIsHeavy (row_policy.h) and kHasVectors (below) where it differs from most.
+// Operations that differ from most are specialised in kIsHeavy (row_policy.h) and kHasVectors (below).
 #pragma once
 
 #include <algorithm>
@@ -47,21 +48,21 @@
 
 namespace eaves::cuda {
 
-/// False: every row goes by row_per_stride.
+/// False: every row is reduced by row_per_stride.
 template <typename Operation>
 inline constexpr bool kHasVectors = true;
 
 inline constexpr int kLanesBlock = 128;    // threads of a block whose rows take at most a warp
 inline constexpr int kColumnWarps = 8;     // warps of a block that walk down columns side by side
 inline constexpr int kColumnsAtATime = 8;  // columns that a thread loads before it uses the first
-// Blocks of a multiprocessor; columns are cut into as many pieces as run at once. H200, logsumexp of [131072, 1024]
-// bf16 over the first axis: 8 warps with 8 columns each, 2 blocks 71.9 us, 3 blocks 73.5; 16 warps with 4, 2 blocks
-// 72.8.
+// Blocks of a multiprocessor. Columns are cut into as many pieces as run at once. H200, logsumexp of [131072, 1024]
+// bf16 over the first axis: 8 warps with 8 columns each, 2 blocks 71.9 us, 3 blocks 73.5; 16 warps with 4 columns each,
+// 2 blocks 72.8.
 inline constexpr int kColumnBlocks = 2;
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
-/// `pieces` is [pieces, rows], where rows are cut; nullptr where a state is all of its row.
+/// `pieces` is [pieces, rows] if rows are cut; nullptr if a state is the whole row's.
 template <typename Operation>
 __device__ void write_piece_or_finish(const Operation& operation, typename Operation::State* pieces, std::int64_t row,
                                       std::int64_t piece, const typename Operation::State& state,
@@ -73,7 +74,7 @@ __device__ void write_piece_or_finish(const Operation& operation, typename Opera
   }
 }
 
-/// `some_lanes` is kLanes, or 8 of a heavy operator.
+/// `some_lanes` is kLanes; a heavy operator may pass 8.
 template <typename Operation, int kLanes, int kVectors>
 __global__ void __launch_bounds__(kLanesBlock)
     row_per_lanes(const __grid_constant__ Operation operation, int some_lanes) {
@@ -86,13 +87,13 @@ __global__ void __launch_bounds__(kLanesBlock)
   if (row < operation.view().row_count) {
     state = operation.template reduce<kVectors>(row, 0, operation.view().column_count, lane, lanes, prepared);
   }
-  // Outside of the branch: all lanes of the warp take part.
+  // Outside of the branch, because all lanes of the warp take part.
   state = lanes == kLanes ? reduce_lanes<kLanes>(state, typename Operation::Merge{})
                           : reduce_lanes<8>(state, typename Operation::Merge{});
   if (row < operation.view().row_count && lane == 0) operation.finish(row, state, prepared);
 }
 
-/// A block has kThreads threads, or fewer of a heavy operator.
+/// A block has kThreads threads; a heavy operator may have fewer.
 template <typename Operation, int kThreads, int kVectors>
 __global__ void __launch_bounds__(kThreads,
                                   kBlocksPerMultiprocessor<typename Operation::Element, kThreads, kIsHeavy<Operation>>)
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(kThreads,
   auto state = operation.template reduce<kVectors>(row, first, count < 0 ? 0 : count, threadIdx.x, threads, prepared);
   state = reduce_block<kThreads>(state, typename Operation::Merge{}, threads);
 #if __CUDA_ARCH__ >= 900
-  if constexpr (kThreads == kPieceBlock<kIsHeavy<Operation>>) {  // others never have a piece
+  if constexpr (kThreads == kPieceBlock<kIsHeavy<Operation>>) {  // other kernels never have a piece
     if (split.is_cluster) state = reduce_cluster(state, typename Operation::Merge{});
   }
 #endif
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(32 * kColumnWarps, kColumnBlocks)
         states[r] = typename Operation::Merge{}(states[r], warp_states[threadIdx.y][r * 32 + threadIdx.x]);
       }
     }
-    __syncthreads();  // before the next round overwrites what was just read
+    __syncthreads();  // before the next round overwrites the states just read
   }
   if (threadIdx.y != 0 || lane_row >= tile.lane_axis_size) return;
 #pragma unroll
@@ -156,8 +157,8 @@ __global__ void __launch_bounds__(32 * kColumnWarps, kColumnBlocks)
   }
 }
 
-/// Elements are found one by one from the loops of the view, by a warp for each piece of a row; also serves every dtype
-/// that is only promoted.
+/// A warp has a piece of a row and finds its elements one by one from the loops of the view. Operations without
+/// kHasVectors use no other kernel.
 template <typename Operation>
 __global__ void __launch_bounds__(kLanesBlock)
     row_per_stride(const __grid_constant__ Operation operation, RowSplit split, typename Operation::State* pieces) {
@@ -172,7 +173,7 @@ __global__ void __launch_bounds__(kLanesBlock)
     const std::int64_t first = piece * split.piece_columns;
     const std::int64_t last = min(first + split.piece_columns, operation.view().column_count);
     State state;
-    // In runs that are summed by themselves: a row of millions of columns must not become one running sum.
+    // A row is read in runs, each summed on its own, or a row of millions of columns would become one running sum.
     constexpr std::int64_t kRunColumns = 32 * 256;
     for (std::int64_t begin = first; begin < last; begin += kRunColumns) {
       const std::int64_t end = min(begin + kRunColumns, last);
@@ -197,14 +198,14 @@ __global__ void __launch_bounds__(32 * kWarps)
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-/// How a reduction will go: which kernel, and how rows are cut. The one source of both the launch and the workspace.
+/// The course of a reduction: its kernel, and how rows are cut. Launch and workspace both follow from it.
 struct ReductionPlan {
   RowLayout layout;
   RowSplit split;         ///< contiguous, strided
   TransposedTiles tiles;  ///< transposed
   int lane_rows = 1;      ///< transposed: rows of one thread
   RowThreads threads;
-  std::int64_t pieces = 1;  ///< states per row in the workspace; 1 where none are needed
+  std::int64_t pieces = 1;  ///< states per row in the workspace; 1: no workspace
 
   /// Bytes of the states of `rows` rows.
   std::size_t workspace_bytes(std::int64_t rows, std::size_t state_bytes) const {
@@ -212,8 +213,8 @@ struct ReductionPlan {
   }
 };
 
-/// Of tensor 0 of the view, whose elements begin at `x`. `has_vectors`, `is_heavy`: kHasVectors, kIsHeavy of the
-/// operation.
+/// Plans a reduction of the view's tensor 0, whose elements begin at `x`. `has_vectors` and `is_heavy` are kHasVectors
+/// and kIsHeavy of the operation.
 template <typename View>
 ReductionPlan plan_reduction(const View& view, const void* x, DType dtype, bool has_vectors, Device device,
                              bool is_heavy = false) {
@@ -273,14 +274,15 @@ void launch_merge(const char* op, const Operation& operation, const typename Ope
             .stream = stream},
            operation, pieces, piece_count);
   };
-  // As many as their states fit shared memory; 8 in a kernel with fewer registers to share. H200, classes of [4, 32768,
-  // 1024] bf16 side by side: 0.0833 ms, and 0.0859 ms with 8 warps of the larger kernel.
+  // As many warps as have room for their states in shared memory. For few pieces 8 warps, in a kernel with more
+  // registers a thread. H200, classes of [4, 32768, 1024] bf16 side by side: 0.0833 ms, and 0.0859 ms with 8 warps of
+  // the larger kernel.
   constexpr int kMostWarps = 32 * 33 * sizeof(typename Operation::State) <= (48 << 10) ? 32 : 16;
   piece_count <= 64 ? merge(merge_pieces<Operation, 8>, 8) : merge(merge_pieces<Operation, kMostWarps>, kMostWarps);
 }
 
-/// Reduces every row. `make(view)` returns the operation for either type of view, on elements of type T; `workspace`
-/// holds the bytes that the plan says.
+/// Reduces every row. `make(view)` returns the operation for either type of view, on elements of type T. `workspace`
+/// has the plan's workspace_bytes().
 template <typename T, typename View, typename MakeOperation>
 void reduce_rows(const char* op, const ReductionPlan& plan, const View& view, Device device, void* workspace,
                  void* stream, MakeOperation make) {
@@ -306,7 +308,7 @@ void reduce_rows(const char* op, const ReductionPlan& plan, const View& view, De
       if (plan.layout == RowLayout::contiguous) return launch_contiguous(op, plan, operation, pieces, stream);
       const LaunchShape shape{
           .blocks = plan.tiles.tiles * plan.tiles.pieces, .threads = dim3(32, kColumnWarps), .stream = stream};
-      if constexpr (!kIsHeavy<Operation>) {  // the code of a row for each of several would be too much
+      if constexpr (!kIsHeavy<Operation>) {  // the code of several rows would be too long
         if (plan.lane_rows > 1) {
           return launch(op, row_per_column<Operation, Vector<T>::kSize>, shape, operation, plan.tiles, pieces);
         }

@@ -31,14 +31,15 @@ void* allocate(Device device, std::size_t bytes) {
 }
 
 void deallocate(Device device, void* data) noexcept {
-  static_cast<void>(device);  // the address tells
+  static_cast<void>(device);  // CUDA finds the device by the address
   cudaFree(data);
 }
 
 void copy(void* destination, Device destination_device, const void* source, Device source_device, std::size_t bytes) {
   const DeviceGuard guard(destination_device.type == DeviceType::cuda ? destination_device : source_device);
   check_status(cudaMemcpy(destination, source, bytes, cudaMemcpyDefault), "copy");
-  check_status(cudaDeviceSynchronize(), "copy");  // from pageable memory, the last part may be on its way still
+  check_status(cudaDeviceSynchronize(), "copy");  // the last part of a copy from pageable memory may still be on its
+                                                  // way
 }
 
 void fill_bytes(Device device, void* data, unsigned char value, std::size_t bytes) {

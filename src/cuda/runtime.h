@@ -1,8 +1,8 @@
 // The CUDA side of runtime/runtime.h: src/runtime/runtime.cpp serves the CPU itself and forwards every call for a GPU
-// here, under the same name. Compiled only where EAVES_HAVE_CUDA is 1; no CUDA header is needed to include it.
+// to the function of the same name here. Compiled only if EAVES_HAVE_CUDA is 1. It includes no CUDA header.
 //
-// Every function that takes a Device leaves the caller's current device as it found it. None of them may be the reason
-// that a program does not start: a missing driver makes gpus() say so, and everything else throw DeviceError.
+// Every function that takes a Device leaves the caller's current device unchanged. A missing driver never keeps a
+// program from starting: gpus() reports it, and every other function throws DeviceError.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ std::int64_t free_memory_bytes(Device device);
 void* allocate(Device device, std::size_t bytes);
 void deallocate(Device device, void* data) noexcept;
 
-/// At least one of the two sides is a GPU. Waits for the copy.
+/// At least one side is a GPU. Waits for the copy.
 void copy(void* destination, Device destination_device, const void* source, Device source_device, std::size_t bytes);
 void fill_bytes(Device device, void* data, unsigned char value, std::size_t bytes);
 void synchronize(Device device);
@@ -35,7 +35,7 @@ void* create_event(Device device);
 void destroy_event(Device device, void* event) noexcept;
 void record_event(Device device, void* event, void* stream);
 
-/// Milliseconds between two recorded events; waits for the second.
+/// Milliseconds between two recorded events. Waits for the second.
 double elapsed_ms(Device device, void* start, void* stop);
 
 void capture_and_replay(Device device, void* stream, const std::function<void()>& enqueue, int replays);

@@ -1,5 +1,5 @@
-// SoftmaxState on a GPU: how elements enter it, and how two are merged. A thread takes many elements at a time: their
-// maximum first, then one rescaling of its sum, then one exponential per element.
+// SoftmaxState on a GPU: how elements enter it, and how two states merge. A thread takes many elements at a time: first
+// their maximum, then one rescaling of its sum, then one exponential per element.
 #pragma once
 
 #include "core/softmax_state.h"
@@ -9,7 +9,7 @@
 
 namespace eaves::cuda {
 
-/// The merge of SoftmaxState, as reductions take it.
+/// The merge of two SoftmaxStates, for reductions.
 struct MergeSoftmax {
   template <typename A>
   __device__ SoftmaxState<A> operator()(const SoftmaxState<A>& a, const SoftmaxState<A>& b) const {
@@ -17,8 +17,8 @@ struct MergeSoftmax {
   }
 };
 
-/// reduce_lanes() for SoftmaxState, in fewer steps that wait for each other: the maximum first, one rescaling, then the
-/// sum.
+/// reduce_lanes() for SoftmaxState, with fewer steps that wait for each other: first the maximum, then one rescaling,
+/// then the sum.
 template <int kLanes, typename A>
 __device__ SoftmaxState<A> reduce_lanes(const SoftmaxState<A>& state, MergeSoftmax) {
   A max = state.max;
@@ -30,7 +30,8 @@ __device__ SoftmaxState<A> reduce_lanes(const SoftmaxState<A>& state, MergeSoftm
   return {max, sum};
 }
 
-/// Sum of `function` over a batch: a tree over each vector, which is shorter and more exact than a running sum.
+/// The sum of `function` over a batch. It adds up each vector as a tree, which is shorter and more exact than a running
+/// sum.
 template <typename T, int kVectors, typename Function>
 __device__ Accumulator<T> sum_of(const Vector<T> (&batch)[kVectors], Function function) {
   Accumulator<T> sum{};
@@ -50,7 +51,7 @@ __device__ Accumulator<T> sum_of(const Vector<T> (&batch)[kVectors], Function fu
   return sum;
 }
 
-/// Moves the state to a maximum that is at least its own, before exponentials with that anchor are added.
+/// Raises the state's maximum to `max`, which is at least as large, before exponentials with that anchor are added.
 template <typename A>
 __device__ void raise_max(SoftmaxState<A>& state, A max) {
   if (state.max != max) state.sum *= exponential(state.max - max);
@@ -75,7 +76,7 @@ __device__ void accumulate(SoftmaxState<A>& state, A value) {
       state, SoftmaxState<A>{value == value ? value : -infinity<A>(), exponential(value - softmax_anchor(value))});
 }
 
-/// Takes a run of elements that `threads` threads share into the state. `is_wanted`, kThroughL1: see for_each_batch().
+/// Takes a run of elements, shared by `threads` threads, into the state. `is_wanted` and kThroughL1: for_each_batch().
 template <int kVectors, bool kThroughL1, typename T, typename IsWanted>
 __device__ void accumulate_row(SoftmaxState<Accumulator<T>>& state, const T* first, std::int64_t count, int thread,
                                int threads, IsWanted is_wanted) {

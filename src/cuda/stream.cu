@@ -17,10 +17,11 @@ constexpr int kCopyVectors = 1;
 
 using Words = Vector<float>;
 
-/// Also reads the buffer that makes the caches cold, for which loads and stores must have no hint: lines that are to be
-/// evicted first would push out each other, and leave what a call has written in L2.
+/// A block has a tile of kThreads * kVectors vectors. It reads the part of the tile that lies in the source, and writes
+/// the part that lies in the destination.
 ///
-/// A block a tile of kThreads * kVectors vectors: those that exist on a side are read, or written.
+/// The kernel also reads the buffer that makes the caches cold. Its loads and stores therefore have no hint: lines
+/// marked for early eviction would push each other out, and leave a call's results in L2.
 template <int kVectors>
 __global__ void __launch_bounds__(kThreads)
     stream_kernel(const Words* source, std::int64_t read_vectors, Words* destination, std::int64_t write_vectors) {
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(kThreads)
     if (index < write_vectors) destination[index] = batch[v];
     mixed |= batch[v].words.x ^ batch[v].words.y ^ batch[v].words.z ^ batch[v].words.w;
   }
-  // Never stores, but the compiler cannot know: loads of a tile that is only read must happen.
+  // The condition is never true, but the compiler cannot know, and must keep the loads of a tile that is only read.
   if (mixed == 0x9e3779b9u && read_vectors < 0) *destination = batch[0];
 }
 

@@ -1,5 +1,5 @@
-// Rows through 16-byte loads and stores, whatever they start at and however long they are. The loop, its tail and the
-// elements before the first 16-byte boundary are handled here, once, for reductions and for elementwise kernels.
+// Rows through 16-byte loads and stores, whatever their alignment and length. The loop, its tail and the elements
+// before the first 16-byte boundary are handled here once, for reductions and for elementwise kernels.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -37,7 +37,7 @@ __device__ auto pair_of(std::uint32_t bits) {
 
 }  // namespace detail
 
-/// The elements in the type that is computed with.
+/// The elements in the type of the arithmetic.
 template <typename T>
 __device__ void unpack(const Vector<T>& v, Accumulator<T> (&values)[Vector<T>::kSize]) {
   const std::uint32_t words[4] = {v.words.x, v.words.y, v.words.z, v.words.w};
@@ -95,7 +95,7 @@ __device__ void store_narrow(T* to, const Vector<float>& v) {
   *reinterpret_cast<uint2*>(to) = words;
 }
 
-/// -inf in every element: neutral where maxima and exponentials are taken.
+/// -inf in every element, which is neutral for maxima and sums of exponentials.
 template <typename T>
 __device__ Vector<T> minus_infinity() {
   if constexpr (std::is_same_v<T, bfloat16>) return {make_uint4(0xff80ff80u, 0xff80ff80u, 0xff80ff80u, 0xff80ff80u)};
@@ -104,14 +104,14 @@ __device__ Vector<T> minus_infinity() {
   if constexpr (std::is_same_v<T, double>) return {make_uint4(0u, 0xfff00000u, 0u, 0xfff00000u)};
 }
 
-/// `v` with another first element.
+/// `v` with its first element replaced.
 template <typename T>
 __device__ Vector<T> with_first(Vector<T> v, T element) {
   memcpy(&v, &element, sizeof(T));
   return v;
 }
 
-/// Element by element, the larger one that is not NaN. Two at a time for 16-bit types: no conversion needed.
+/// The larger of each pair of elements; NaN loses. Types of 16 bits take two elements at a time, without a conversion.
 template <typename T>
 __device__ Vector<T> max_each(const Vector<T>& a, const Vector<T>& b) {
   if constexpr (sizeof(T) == 2) {
@@ -131,7 +131,7 @@ __device__ Vector<T> max_each(const Vector<T>& a, const Vector<T>& b) {
   }
 }
 
-/// Over all vectors, element by element.
+/// The maximum over all vectors, element by element.
 template <typename T, int kVectors>
 __device__ Vector<T> max_each(const Vector<T> (&batch)[kVectors]) {
   Vector<T> max = batch[0];
@@ -142,7 +142,7 @@ __device__ Vector<T> max_each(const Vector<T> (&batch)[kVectors]) {
 
 namespace detail {
 
-/// Of the elements of a vector; -inf where all are NaN.
+/// The largest element of a vector; -inf if all are NaN.
 template <typename T>
 __device__ Accumulator<T> max_within(const Vector<T>& v) {
   if constexpr (sizeof(T) == 2) {
@@ -163,13 +163,13 @@ __device__ Accumulator<T> max_within(const Vector<T>& v) {
 
 }  // namespace detail
 
-/// Over all elements; -inf where all are NaN.
+/// The largest element of a batch; -inf if all are NaN.
 template <typename T, int kVectors>
 __device__ Accumulator<T> max_of(const Vector<T> (&batch)[kVectors]) {
   return detail::max_within(max_each(batch));
 }
 
-/// The largest |element| that is not NaN; 0 where all are.
+/// The largest |element| that is not NaN; 0 if all are NaN.
 template <typename T, int kVectors>
 __device__ Accumulator<T> max_of_sizes(const Vector<T> (&batch)[kVectors]) {
   Vector<T> sizes[kVectors];
@@ -185,7 +185,8 @@ __device__ Accumulator<T> max_of_sizes(const Vector<T> (&batch)[kVectors]) {
   return fmax(max_of(sizes), Accumulator<T>(0));
 }
 
-/// A run of elements of unit stride: some up to a 16-byte boundary, whole vectors, some after the last boundary.
+/// A run of elements of unit stride: the elements before a 16-byte boundary, whole vectors, the elements after the last
+/// boundary.
 template <typename T>
 struct Span {
   T* begin;
@@ -206,21 +207,21 @@ struct Span {
     return reinterpret_cast<Target*>(begin + head) + i;
   }
 
-  /// Edge element `i`: first come those of the head, then those of the tail.
+  /// Edge element `i`: the head's elements come first, then the tail's.
   __device__ std::int64_t edge_index(int i) const { return i < head ? i : vectors * Vector<T>::kSize + i; }
   __device__ T& edge(int i) const { return begin[edge_index(i)]; }
 };
 
-/// Shares a run of elements among `threads` threads and calls `body(batch)` in each with kVectors vectors at a time,
-/// all of them loaded before the first is used; places without an element hold `fill`. The run has fewer than 2^31
-/// vectors: 32-bit indices leave registers for loads, and longer rows are cut into pieces. `is_wanted()` is asked once
-/// in each thread, when its first elements are on their way: if it says no, the rest of the run is left out.
-/// kThroughL1: one of the elements is loaded again soon, as the target's logit is.
+/// Shares a run of elements among `threads` threads and calls `body(batch)` in each thread with kVectors vectors at a
+/// time. All vectors of a batch are loaded before the first is used; places without an element hold `fill`. The run has
+/// fewer than 2^31 vectors, because 32-bit indices leave registers for loads; longer rows are cut into pieces. Each
+/// thread asks `is_wanted()` once, when its first elements are on their way, and leaves out the rest of the run if the
+/// answer is no. kThroughL1: an element is loaded again soon, like the target's logit.
 template <int kVectors, bool kThroughL1, typename T, typename Body, typename IsWanted>
 __device__ void for_each_batch(const T* first, std::int64_t count, int thread, int threads, const Vector<T>& fill,
                                IsWanted is_wanted, Body body) {
   const Span<const T> span(first, count);
-  // The edge elements travel with the first batch and are used last, so that they add no wait.
+  // The edge elements are loaded with the first batch and used last, so that they add no wait.
   T edge{};
   if (thread < span.edges) edge = span.edge(thread);
 
@@ -245,7 +246,7 @@ __device__ void for_each_batch(const T* first, std::int64_t count, int thread, i
     body(batch);
   }
   if (is_first && !is_wanted()) return;
-  // More than one round only where fewer than 2 * (kSize - 1) threads share the run.
+  // More than one round only if fewer than 2 * (kSize - 1) threads share the run.
   for (int i = thread; i < span.edges; i += threads) {
     if (i != thread) edge = span.edge(i);
     const Vector<T> single[1] = {with_first(fill, edge)};
@@ -253,7 +254,7 @@ __device__ void for_each_batch(const T* first, std::int64_t count, int thread, i
   }
 }
 
-/// A function of one element, with the interface that transform() takes. It is handed (element, its column).
+/// A function of (element, its column), with the interface that transform() takes.
 template <typename T, typename Function>
 struct Elementwise {
   Function function;
@@ -270,12 +271,12 @@ struct Elementwise {
   }
 };
 
-/// Shares a piece of two runs of equal length among `threads` threads and writes `function(in)` to `out`. `out` and
-/// `in` lie alike: their addresses are equal modulo 16; they may be the same. A piece is `piece_vectors` vectors,
-/// counted from the first 16-byte boundary, so that every piece starts on one; piece 0 has the edge elements too.
-/// `make_function()` is called when the first vectors are on their way: what it loads for the whole run does not delay
-/// them. H200, a bf16 gradient with two numbers for each row: [4096, 32768] 0.1281 ms, after them 0.1292. What it
-/// returns maps (vector, column of its first element) to a vector, and (element, column) to an element. `loads` are of
+/// Shares a piece of two runs of equal length among `threads` threads and writes `function(in)` to `out`. The addresses
+/// of `out` and `in` are equal modulo 16; they may be the same. A piece is `piece_vectors` vectors, counted from the
+/// first 16-byte boundary, so that every piece starts on one; piece 0 also has the edge elements. `make_function()` is
+/// called when the first vectors are on their way, so that its own loads for the whole run do not delay them. H200, a
+/// bf16 gradient with two numbers for each row: [4096, 32768] 0.1281 ms, with those loads first 0.1292. The function
+/// maps (vector, column of its first element) to a vector, and (element, column) to an element. `loads` is an object of
 /// loads.cuh.
 template <int kVectors, typename T, typename Loads, typename MakeFunction>
 __device__ void transform(const T* in, T* out, std::int64_t count, std::int64_t piece, int piece_vectors, int thread,

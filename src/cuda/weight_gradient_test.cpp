@@ -1,4 +1,4 @@
-// sm90/weight_gradient.h: the promises of core/gemm.h, and which products take it.
+// sm90/weight_gradient.h: the promises of core/gemm.h, and the products that use the kernel.
 #include "cuda/sm90/weight_gradient.h"
 
 #include <gtest/gtest.h>
@@ -60,8 +60,8 @@ TEST_F(WeightGradient, IsRightAtEverySizeOfWholeVectors) {
 }
 
 TEST_F(WeightGradient, AddsInFloat32AndRoundsOnce) {
-  // 1 + 2^-8 + 2^-17 is beyond the middle of two numbers of bfloat16, and 1 + 2^-8 in it: that rounds to 1. Rounded
-  // before it is added, 2^-8 + 2^-17 is 2^-8.
+  // 1 + 2^-8 + 2^-17 lies above the middle of two bfloat16 numbers and rounds up. 1 + 2^-8 is that middle and rounds to
+  // 1. The sum 2^-8 + 2^-17, rounded before it is added, is 2^-8.
   GemmCase test = gradient(192, 128, 2);
   test.a = [](std::int64_t, std::int64_t p) { return p == 0 ? 0x1p-8 : 0x1p-17; };
   test.b = [](std::int64_t, std::int64_t) { return 1.0; };

@@ -19,11 +19,11 @@ namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
-/// What a workspace promises; that of huge pages where it has some.
+/// The alignment that a workspace promises; a workspace with huge pages has their alignment.
 std::align_val_t cpu_alignment(std::size_t bytes) { return std::align_val_t{bytes < 2 * kHugePage ? 256 : kHugePage}; }
 
-/// New memory costs a fault for each page, at the first write to it, and with pages of 4 KiB that is several times what
-/// a pass over it costs. Where huge ones are not allowed, nothing changes.
+/// New memory costs a page fault at the first write to each page. With pages of 4 KiB the faults cost several times as
+/// much as a pass over the memory. If huge pages are not allowed, nothing changes.
 void* allocate_on_cpu(std::size_t bytes) {
   void* data = ::operator new(bytes, cpu_alignment(bytes));
 #ifdef __linux__
@@ -40,7 +40,7 @@ void check_targets(const char* op, Device device, const RowTargets& targets, con
   if (!checks_targets_on_gpu()) return;
   require_cuda(op, device);
   if constexpr (kHasCuda) {
-    // The run of memory that they lie in.
+    // Copies the run of memory between the first and the last target.
     std::int64_t low = 0;
     std::int64_t high = 0;
     for (int axis = 0; axis < targets.rows.rank; ++axis) {

@@ -1,5 +1,5 @@
-// The CPU side of runtime/runtime.h, and the fork to the CUDA side (src/cuda/runtime.h has the same names). A call for
-// a GPU in a build without CUDA is Unsupported. `if constexpr (kHasCuda)`, so that such a build links.
+// The CPU side of runtime/runtime.h, and the branch to the CUDA side (src/cuda/runtime.h has the same names). A build
+// without CUDA throws Unsupported for a GPU; it links because of `if constexpr (kHasCuda)`.
 #include "runtime/runtime.h"
 
 #include <algorithm>
@@ -31,7 +31,7 @@ constexpr std::size_t kPageBytes = 4096;
 
 bool is_cpu(Device device) { return device.type == DeviceType::cpu; }
 
-// The first number of a file that holds one ("max" and a missing file: no limit).
+// The number at the start of a file. "max" and a missing file mean no limit.
 std::int64_t read_number(const char* path) {
   std::ifstream file(path);
   std::int64_t number = 0;
@@ -44,7 +44,7 @@ std::int64_t available_cpu_memory_bytes() {
   for (std::string line; std::getline(meminfo, line);) {
     if (line.rfind("MemAvailable:", 0) == 0) available = std::atoll(line.c_str() + 13) * 1024;
   }
-  // A container may be killed for memory long before the machine has run out.
+  // The system may kill a container for its memory long before the machine has run out.
   const std::int64_t limit = read_number("/sys/fs/cgroup/memory.max");
   if (limit != std::numeric_limits<std::int64_t>::max()) {
     const std::int64_t used = read_number("/sys/fs/cgroup/memory.current");
@@ -77,7 +77,8 @@ std::int64_t free_memory_bytes(Device device) {
 
 void* allocate(Device device, std::size_t bytes) {
   if (is_cpu(device)) {
-    // Linux hands out memory that it does not have and kills whoever touches it, so large requests are compared first.
+    // Linux grants memory that it does not have, and kills the process that writes to it. Large requests are therefore
+    // compared with the available memory first.
     constexpr std::size_t kWorthAsking = std::size_t{64} << 20;
     const bool is_too_large = bytes > std::numeric_limits<std::size_t>::max() - kPageBytes ||
                               (bytes >= kWorthAsking && bytes > static_cast<std::size_t>(available_cpu_memory_bytes()));
@@ -99,7 +100,7 @@ void deallocate(Device device, void* data) noexcept {
 }
 
 void copy(void* destination, Device destination_device, const void* source, Device source_device, std::size_t bytes) {
-  if (bytes == 0) return;  // null pointers are legal then, and memcpy must not see them
+  if (bytes == 0) return;  // null pointers are legal here, and memcpy must not see them
   if (is_cpu(destination_device) && is_cpu(source_device)) {
     std::memcpy(destination, source, bytes);
     return;

@@ -1,5 +1,5 @@
-// What this build can do on this machine: the numbers that CMake wrote into build_config.h, and what the CPU and the
-// driver say of themselves.
+// The abilities of this build on this machine: the values that CMake wrote into build_config.h, and the answers of the
+// CPU and of the driver.
 #include "eaves/system.h"
 
 #include <utility>

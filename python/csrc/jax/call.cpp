@@ -51,7 +51,7 @@ void each_member(LogsumexpBackwardArgs& args, Visit&& visit) {
   EAVES_MEMBER(grad_x);
 }
 
-/// The outputs of the losses, which several structs have.
+/// The outputs of the losses, which several structs share.
 template <typename Args, typename Visit>
 void each_output(Args& args, Visit&& visit) {
   EAVES_MEMBER(loss);
@@ -65,7 +65,7 @@ void each_output(Args& args, Visit&& visit) {
   EAVES_MEMBER(divisor);
 }
 
-/// What a backward of the losses takes beside the arguments of its forward.
+/// The members of a loss's backward beside the arguments of its forward.
 template <typename Args, typename Visit>
 void each_upstream(Args& args, Visit&& visit) {
   EAVES_MEMBER(grad_loss);
@@ -236,7 +236,7 @@ void set(Number& member, const json& value) {
   }
 }
 
-/// The axes of a tensor as the core takes them, for those that lie in another order: "permutations".
+/// "permutations": the axes of a tensor in the core's order, for tensors whose axes are in another order.
 using Permutations = std::map<std::string, std::vector<int>>;
 
 TensorView permuted(const TensorView& view, const std::vector<int>& axes) {
@@ -349,7 +349,7 @@ const std::map<std::string, Make, std::less<>> kFunctions = {
 
 #undef EAVES_FUNCTION
 
-/// So that a description is looked up without making a string of it.
+/// Looks up a description without making a string of it.
 struct Hash {
   using is_transparent = void;
   std::size_t operator()(std::string_view text) const { return std::hash<std::string_view>{}(text); }

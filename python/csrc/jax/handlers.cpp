@@ -1,10 +1,10 @@
-// Between XLA and eaves: buffers become views, XLA's stream or thread pool becomes an execution context. XLA's headers
-// are included nowhere else, and nothing of Python is: eaves.jax loads this library by ctypes, and hands the two
-// handlers to JAX by their addresses. XLA's interface is C with a version, so one binary serves every jaxlib from the
-// one it was built with on.
+// Between XLA and eaves: buffers become views, and XLA's stream or thread pool becomes an execution context. No other
+// file includes XLA's headers, and none includes Python's: eaves.jax loads this library by ctypes and hands the
+// handlers to JAX by their addresses. XLA's interface is C with a version, so that one binary serves the jaxlib that it
+// was built with and every later one.
 //
-// Scratch memory is the last result of a call where it needs any. So it is part of XLA's plan for the device's memory,
-// on the CPU too; and where XLA records calls to replay them (a command buffer) it is there in each replay.
+// Scratch memory is the last result of a call that needs any. It is therefore part of XLA's plan for the device's
+// memory, also on the CPU, and it exists in each replay of a recorded call (a command buffer).
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -63,8 +63,8 @@ TensorView view_of(ffi::AnyBuffer buffer, Device device) {
 
 // ---- threads -------------------------------------------------------------------------------------------------------
 
-/// A loop on XLA's threads. The caller takes part, and waits only for pieces that a thread has begun: it may be one of
-/// these threads itself, and all others may wait as it would.
+/// A loop on XLA's threads. The caller takes part, and waits only for pieces that a thread has begun: the caller may
+/// itself be one of these threads, and all others may be waiting in the same way.
 class Loop {
  public:
   Loop(std::int64_t count, ParallelFor::Body body, void* data)
@@ -88,7 +88,7 @@ class Loop {
 
 void run_on_xla_threads(void* pool, std::int64_t count, ParallelFor::Body body, void* data) {
   auto& threads = *static_cast<ffi::ThreadPool*>(pool);
-  // Shared: a thread may come to it when all is done and the caller is gone.
+  // Shared, because a thread may reach the loop after the last piece is done and the caller has returned.
   const auto loop = std::make_shared<Loop>(count, body, data);
   const std::int64_t helpers = std::min(count, threads.num_threads()) - 1;
   for (std::int64_t i = 0; i < helpers; ++i) threads.Schedule([loop] { loop->take_pieces(); });
@@ -134,7 +134,7 @@ ffi::Error run_on_cpu(ffi::ThreadPool threads, ffi::RemainingArgs operands, ffi:
                       std::string_view description, std::int64_t workspace_bytes) {
   ExecutionContext context;
   context.parallel_for = {run_on_xla_threads, &threads};
-  // Four pieces for each thread even out what interruptions and uneven rows cost.
+  // Four pieces per thread even out the cost of interruptions and of uneven rows.
   context.threads = static_cast<int>(std::clamp<std::int64_t>(threads.num_threads(), 1, 1024)) * 4;
   return run(description, operands, results, kCpu, context, workspace_bytes);
 }
@@ -146,7 +146,7 @@ ffi::Error run_on_gpu(void* stream, std::int32_t device, ffi::RemainingArgs oper
   return run(description, operands, results, {DeviceType::cuda, device}, context, workspace_bytes);
 }
 
-// ---- what is asked while JAX traces --------------------------------------------------------------------------------
+// ---- questions while JAX traces ------------------------------------------------------------------------------------
 
 DType dtype_of(const std::string& name) {
   for (const DType dtype :
@@ -157,8 +157,8 @@ DType dtype_of(const std::string& name) {
                     ", expected one of bfloat16, float16, float32, float64, int32, int64");
 }
 
-/// Views of memory that is not there yet, each at a place of its own; but for integers that the core's check looks at
-/// on the CPU: these are in `values`.
+/// Views of memory that does not exist yet, each at an address of its own. Integers that the core's check reads on the
+/// CPU do exist: they are in `values`.
 std::vector<TensorView> views_without_memory(const nlohmann::json& question, Device device,
                                              std::deque<std::vector<std::int64_t>>& values) {
   std::vector<TensorView> views;
@@ -183,7 +183,7 @@ std::vector<TensorView> views_without_memory(const nlohmann::json& question, Dev
       views.back().data = numbers.data();
     }
   }
-  // Result over operand, where XLA is asked for it.
+  // A result over an operand, if XLA is asked for that.
   for (const auto& [written, read] : question.at("aliases").get<std::vector<std::pair<int, int>>>()) {
     views.at(written).data = views.at(read).data;
   }
@@ -216,17 +216,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eaves_jax_cpu, eaves::jax::run_on_cpu,
       .Attr<std::string_view>("call")                                         \
       .Attr<std::int64_t>("workspace_bytes")
 
-// A call enqueues kernels and nothing else, so that XLA may record it, its first run too. The first matrix product of a
-// process also makes a handle of cuBLASLt, which no recording allows; of calls that take milliseconds nothing is
-// gained.
+// A call only enqueues kernels, so that XLA may record it, even its first run. A matrix product is different: the first
+// one of a process also makes a handle of cuBLASLt, which no recording allows. Recording would gain nothing for it,
+// because its calls take milliseconds.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(eaves_jax_cuda, eaves::jax::run_on_gpu, EAVES_CUDA_BINDING,
                               {xla::ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(eaves_jax_cuda_products, eaves::jax::run_on_gpu, EAVES_CUDA_BINDING);
 
-/// Checks a call before there is memory, and says how large its scratch buffer has to be: 0, or with room to align it.
-/// `question` is JSON: the call, the device ("cpu" or "cuda"), the shapes and dtypes of its tensors, the values of
-/// integers that the check looks at, and which tensors lie over which. Returns nullptr, or the kind of the error, a
-/// colon and its message; it lives until the thread's next question.
+/// Checks a call before its memory exists, and gives the bytes of its workspace and of the scratch buffer, which has
+/// room to align it; 0 if it needs none. `question` is JSON: the call, the device ("cpu" or "cuda"), the shapes and
+/// dtypes of its tensors, the values of integers that the check reads, and the pairs of tensors that share memory.
+/// Returns nullptr, or the kind of the error, a colon and its message, which lives until the thread's next question.
 EAVES_EXPORT const char* eaves_jax_workspace_bytes(const char* question, std::int64_t* workspace_bytes,
                                                    std::int64_t* buffer_bytes) {
   using namespace eaves;
@@ -250,7 +250,7 @@ EAVES_EXPORT const char* eaves_jax_workspace_bytes(const char* question, std::in
   return message.c_str();
 }
 
-/// JSON: the version, and the table of the losses' options. Asks nothing of a GPU.
+/// JSON: the version, and the table of the losses' options. Does not touch a GPU.
 EAVES_EXPORT const char* eaves_jax_table() {
   static const std::string text = [] {
     nlohmann::json table = {{"version", EAVES_VERSION}};
@@ -264,7 +264,7 @@ EAVES_EXPORT const char* eaves_jax_table() {
   return text.c_str();
 }
 
-/// What `eaves info --json` says of this library.
+/// The text of `eaves info --json` for this library.
 EAVES_EXPORT const char* eaves_jax_system() {
   static const std::string text = eaves::cli::system_json(eaves::system_info());
   return text.c_str();

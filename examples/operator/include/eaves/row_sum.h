@@ -2,7 +2,7 @@
 //
 //   forward    out = sum over the last axis of x
 //
-// The sum is kept in float32, or float64 for float64 inputs, and rounded once. No columns: 0.
+// The sum is kept in float32 (float64 for float64 inputs) and rounded once. Without columns it is 0.
 #pragma once
 
 #include "eaves/context.h"

@@ -1,4 +1,4 @@
-// row_sum: is the call legal, and where does it run.
+// row_sum: checks the call, and chooses the backend.
 #include "eaves/row_sum.h"
 
 #include "core/check.h"

@@ -1,5 +1,5 @@
-// What a backend of row_sum gets: a problem that has been checked, is not empty, and speaks of rows and columns.
-// Tensors of `view`: 0 is x (and 1, for want of another), 2 is out (and 3).
+// The problem that a backend of row_sum gets: checked, not empty, in rows and columns. Tensors of `view`: 0 is x, 2 is
+// out. The view has four tensors, so x also stands for 1 and out for 3.
 #pragma once
 
 #include "core/rows.h"

@@ -1,4 +1,4 @@
-// row_sum on the CPU: rows in parallel, vectors along a row of unit stride, one element at a time along any other.
+// row_sum on the CPU: rows in parallel; vectors along a row of unit stride, single elements along any other row.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/row_sum/row_sum_cpu.cpp"
 #include <hwy/foreach_target.h>  // first: compiles this file once per level of vector instructions

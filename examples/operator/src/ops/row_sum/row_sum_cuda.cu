@@ -1,4 +1,4 @@
-// row_sum on a GPU: a block a row, whatever the strides.
+// row_sum on a GPU: each block has a row, whatever the strides.
 #include "core/dispatch.h"
 #include "cuda/device.h"
 #include "cuda/launch.cuh"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kThreads = 128;
 
-/// A state and its merge, as reduce_block takes them.
+/// A state and its merge, for reduce_block.
 template <typename A>
 struct Sum {
   A value = A(0);

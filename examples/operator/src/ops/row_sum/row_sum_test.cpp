@@ -28,7 +28,7 @@ void check_row_sum(Device device, DType dtype, std::int64_t columns, const Place
   out.download();
   EXPECT_EQ(out.canary_damage(), "");
   for (std::int64_t row = 0; row < kRows; ++row) {
-    double sum = 0, size = 0;  // the size of the terms is the scale that errors are measured by
+    double sum = 0, size = 0;  // size: the sum of the terms' sizes, the scale of errors
     for (std::int64_t column = 0; column < columns; ++column) {
       sum += x.get(row * columns + column);
       size += std::abs(x.get(row * columns + column));
