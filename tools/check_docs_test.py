@@ -100,6 +100,40 @@ class CheckDocs(unittest.TestCase):
         self.assertIn("benchmarks/results/h200/README.md:1: links to plots/none.png", self.check("")[1])
         self.assert_sound("", "README.md")
 
+    def assert_words(self, name, text, expected):
+        self.put(name, text)
+        code, output = self.check(text if name == "README.md" else "")
+        self.assertEqual(code, 1, output)
+        self.assertRegex(output, expected)
+        self.assertIn(" 1 defects", output)
+
+    def test_a_group_has_few_pronouns(self):
+        self.assert_sound("What is there: what was there, and what will be.\n")
+        self.assert_words("README.md", "what what what what", r'README.md: 4.0 of 1,000 are "what", at most 3: .* README.md')
+        self.assert_sound("```sh no-run: slow\nwhat\n```\n| what |\n|---|\n`what` [what](docs/page.md) what what")
+        for name, text, expected in (
+            ("docs/b.md", "those of those", r'docs: 2.0 of 1,000 are "those"'),
+            ("src/b.cpp", "// where, where\n/// where, where\n", r'comments of C\+\+: 4.0 of 1,000 are "where".* src/b.cpp'),
+            ("a/b.py", '"""what what\n\nwhat what"""  # what\nwhat = "what"\n', r'comments of Python: 5.0 .* "what"'),
+            ("a/tests/b.py", "# those those those\n", r'comments of Python tests: 3.0 of 1,000 are "those"'),
+        ):
+            self.assert_words(name, text, expected)
+            (self.root / name).unlink()
+
+    def test_a_long_group_is_measured_by_its_length(self):
+        self.assert_sound("what four other words here. " * 12 + "word " * 5000)
+
+    def test_few_sentences_open_with_of(self):
+        self.assert_sound("Of course. - Of this. A sentence of many words.\n")
+        self.assert_words("README.md", "Of one. Of two: Of three.", r'3.0 of 1,000 are sentences that open with "Of", at most 2')
+
+    def test_words_of_a_chosen_page_and_of_results_are_not_counted(self):
+        self.put("benchmarks/results/h200/README.md", "what " * 9)
+        self.put("src/b.cpp", "// what what what what\n")
+        self.assert_sound("what what what what", "README.md")
+        (self.root / "src/b.cpp").unlink()
+        self.assert_sound("")
+
 
 if __name__ == "__main__":
     unittest.main()
