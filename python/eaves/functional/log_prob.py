@@ -97,7 +97,7 @@ def log_prob(
         outputs: the names of more outputs, one or a sequence of them, in the dtype of the log-probabilities.
             "entropy": the entropy of each row's softmax, in nats, [rows...]; differentiable.
             "is_top1": whether each token has the largest logit of its row, the first of equal ones; the shape of
-            tokens, bool; False where it is ignored.
+            tokens, bool; False for an ignored token.
             "sum_sq": sum_v p_v^2 of each row's softmax, [rows...].
             "mean_logit": the mean of each row's z', [rows...].
         inplace_backward: whether the call may write the gradient of logits over logits, as in eaves.cross_entropy: the
