@@ -108,8 +108,8 @@ def linear_cross_entropy(
 
     The algorithms for the gradients, equal up to rounding:
 
-        speed      The forward computes the gradients too, chunk by chunk: three matrix products. Between forward and
-                   backward they take as much memory as input and linear_weight. The backward multiplies them by the
+        speed      The forward computes the gradients too, chunk by chunk: three matrix products. Until the backward
+                   these gradients take as much memory as input and linear_weight. The backward multiplies them by the
                    upstream gradient; if that is 1, as after loss.backward(), the backward reads and writes nothing. A
                    second backward over the same graph computes them again.
         memory     The same in smaller chunks. On a GPU it is as fast for few classes and takes up to 1.5 times the time
