@@ -1,8 +1,8 @@
-"""`python benchmarks`: eaves beside PyTorch and other libraries, and the pages of results/. `--help` says how."""
+"""`python benchmarks`: measures eaves beside other libraries, and draws the pages of results/. See `--help`."""
 
 import sys
 
-from bench.program import main  # Python finds it, because it puts the folder it runs on the path of imports
+from bench.program import main  # Python puts the folder that it runs on the import path
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,18 +1,18 @@
-"""The errors of linear_cross_entropy, of eaves and of every library that is installed, against float64 on the same
-(already rounded) data. Prints a table in Markdown.
+"""The errors of linear_cross_entropy against float64 on the same (already rounded) data, for eaves and every installed
+library. Prints a table in Markdown.
 
     python benchmarks accuracy --device cpu
 
-The error of the loss is relative, that of a gradient is relative to its norm, all in bfloat16. `classes lost` is the
-part of the classes whose row of the head's gradient is off by more than half of its own norm. The data:
+The error of the loss is relative, the error of a gradient is relative to its norm, all in bfloat16. `classes lost` is
+the share of the classes for which the error of a row of the head's gradient exceeds half of that row's norm. The data:
 
-- `initial`: normal numbers with logits of deviation 0.02, as a model begins;
-- `dense`: with logits of deviation 1.3, a model that knows little;
-- `spread`: as in `--sweep published`, whose logits have a deviation of the square root of the features;
-- `trained`: logits as of a language model late in its training.
+- `initial`: normal numbers with logits of deviation 0.02, like a new model;
+- `dense`: with logits of deviation 1.3, like a model that knows little;
+- `spread`: as in `--sweep published`, with logits of a deviation of the square root of the features;
+- `trained`: logits like a language model's late in its training.
 
-The rows are three times a power of two, as the 12288 of the other tables are: a mean over a power of two would hide the
-error of a gradient of 16 bits that has the divisor in it.
+The rows are three times a power of two, like the 12288 of the other tables, because a mean over a power of two hides
+the error of a 16-bit gradient that includes the divisor.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def make_inputs(rows: int, features: int, classes: int, data: str, device: torch
 
 
 def classes_lost(error: Tensor, wanted: Tensor) -> float:
-    """The part of the rows whose error is not at most half of their norm, as that of NaN is not."""
+    """The share of the rows with an error above half of their norm, or NaN."""
     return float((~(error.norm(dim=1) <= wanted.norm(dim=1) / 2)).double().mean())
 
 
@@ -75,14 +75,14 @@ def measure(data: str, inputs: Inputs, providers: Sequence[Provider]) -> list[En
                 entry[each] = float(error.norm() / wanted.norm())
                 if each == "grad_head":
                     entry[CLASSES_LOST] = classes_lost(error, wanted)
-        except Exception as error:  # a provider's code: whatever it raises, the others go on
+        except Exception as error:  # a provider may raise anything; the others go on
             entry["skipped"] = reason(error)
         entries.append(entry)
     return entries
 
 
 def table(entries: Sequence[Entry]) -> str:
-    """Markdown."""
+    """The errors as a table in Markdown."""
     lines = [["classes", "data", "implementation", *RESULTS, CLASSES_LOST]]
     for entry in entries:
         errors = [f"{entry[name]:.1e}" if name in entry else str(entry.get("skipped", "")) for name in RESULTS]
@@ -96,7 +96,7 @@ def main(parser: ArgumentParser, argv: Sequence[str]) -> None:
     device = find_device(parser.parse_args(argv).device)
     providers = run.installed(OPERATOR.providers, device)
     rows, features, vocabularies = (192, 512, (4096,)) if device.type == "cpu" else (3072, 4096, (4096, 32768, 131072))
-    # torch.compile in another mode has the errors of torch.compile, after minutes of trying products out.
+    # torch.compile in another mode has the same errors, and takes minutes to try out products.
     providers = [each for each in providers if "max-autotune" not in each.name]
     entries: list[Entry] = []
     for classes in vocabularies:

@@ -1,7 +1,7 @@
-"""The words in which an operator declares what the harness measures: rows, inputs, bytes, and implementations. There
-are two kinds of error: a wrong argument ends the program, an error of a provider's code fills a cell.
+"""The terms in which an operator declares its measurements: rows, inputs, bytes, and implementations. There are two
+kinds of error: a wrong argument ends the program, an error of a provider's code fills a cell.
 
-No timing code is here or in any operator, and the harness names no operator.
+Neither this file nor any operator has timing code, and the harness names no operator.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Inputs:
         return tuple(argument for argument in self.arguments if argument.requires_grad)
 
     def remade(self) -> Inputs:
-        """The same values; tensors that require a gradient are copied, and a call may overwrite the copies. They are no
-        leaves, as the logits of a model are none: autograd lets no call write to a leaf. A gradient in .grad still ends
-        in the original."""
+        """The same values, with copies of the tensors that require a gradient. A call may overwrite the copies. Like
+        the logits of a model they are no leaves, because autograd lets no call write to a leaf. A gradient in .grad
+        still ends in the original."""
         copied = tuple(each.clone() if each.requires_grad else each for each in self.arguments)
         return replace(self, arguments=copied)
 
@@ -83,13 +83,13 @@ class Row:
 
     @property
     def in_place(self) -> bool:
-        """With fwd+bwd: a call may write the gradients over the arguments. Every call, of every provider, gets
-        arguments that were made anew for it (`Inputs.remade`) before its time begins."""
+        """True if a call with fwd+bwd may write the gradients over the arguments. Every call, of every provider, then
+        gets new arguments (`Inputs.remade`) before its time begins."""
         return bool(self.options.get("in_place"))
 
     @property
     def case(self) -> dict[str, Any]:
-        """How the row begins in the result file."""
+        """The first keys of the row in the result file."""
         head = {"op": self.op, "mode": self.mode, "dtype": self.dtype}
         return head | {"shape": dict(self.shape), "options": dict(self.options)}
 
@@ -138,7 +138,7 @@ class Provider:
 
 
 def peer(name: str, source: str, make: Any, packages: str, lacks: Callable[[Row], str], note: str = "") -> Provider:
-    """Another library's, on a GPU; its packages by their names, with spaces between."""
+    """Another library's implementation, on a GPU. `packages` are names separated by spaces."""
     return Provider(name, source, make, tuple(packages.split()), needs_gpu=True, lacks=lacks, note=note)
 
 
@@ -146,8 +146,8 @@ def compiled(eager: Provider, name: str = "torch.compile", **options: Any) -> Pr
     """torch.compile of another provider's function, compiled anew for each row."""
 
     def make(function: Any, row: Row) -> Forward:
-        # Earlier rows would count towards dynamo's limit of recompilations, past which it silently runs the eager code,
-        # and every call would compare its arguments with all of them.
+        # Without a reset earlier rows count towards dynamo's limit of recompilations, past which it silently runs the
+        # eager code. Every call would also compare its arguments with all of them.
         torch.compiler.reset()
         return torch.compile(eager.make(function, row), fullgraph=True, dynamic=False, **options)
 

@@ -1,13 +1,13 @@
-"""One call as it is timed, the same for every provider: forward and backward under one of two protocols.
+"""One timed call, the same for every provider: forward and backward under one of two protocols.
 
-`autograd`: a backward is torch.autograd.grad(out, inputs, grad_out). Behind a forward of its own it frees the graph, as
-in a training step; timed by itself it keeps it (retain_graph=True).
-`accumulate`: a backward is out.backward(grad_out, retain_graph=True), and .grad is never cleared: each timed call also
-reads two gradients and writes one, and so does the limit. The published measurements were made so, and only these
-numbers may stand beside them. A small gradient is still in the cache then: a call may beat the limit.
+`autograd`: a backward is torch.autograd.grad(out, inputs, grad_out). After a forward of its own it frees the graph, as
+in a training step; if it is timed alone, it keeps the graph (retain_graph=True).
+`accumulate`: a backward is out.backward(grad_out, retain_graph=True), and .grad is never cleared. Each timed call
+therefore also reads two gradients and writes one, and so does the limit. The published measurements used this protocol,
+so only its numbers are comparable. A small gradient is still in the cache then: a call may beat the limit.
 
 A call that may overwrite its inputs works on copies, which its `prepare` makes before the time begins. It runs once on
-each graph, so there nothing is retained.
+each graph, so it retains no graph.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Bytes(NamedTuple):
 
 
 def moved(protocol: str, row: Row) -> Bytes:
-    """The bytes that any implementation has to move in a call: the row's and, by `accumulate`, the addition's."""
+    """The bytes that any implementation has to move in a call: the row's, and with `accumulate` the addition's."""
     accumulated = row.gradient_bytes if protocol == "accumulate" else 0
     return Bytes(row.read_bytes + 2 * accumulated, row.write_bytes + accumulated)
 
 
 def least_peak_bytes(protocol: str, row: Row) -> int:
-    """Inputs and outputs of a call and, where gradients accumulate, the gradient that is already there. In place, the
-    gradient needs no memory of its own."""
+    """The bytes of a call's inputs and outputs, and with `accumulate` of the gradient that exists already. In place,
+    the gradient needs no memory of its own."""
     accumulated = row.gradient_bytes if protocol == "accumulate" else 0
     return row.read_bytes + row.write_bytes + accumulated - (row.gradient_bytes if row.in_place else 0)
 
@@ -65,13 +65,13 @@ def make_call(protocol: str, row: Row, forward: Forward, inputs: Inputs) -> Call
     retain_graph = retains_graph(protocol, row)
 
     def backward(out: Tensor, inputs: Inputs) -> object:
-        # A peer may round its out where eaves does not; converted once, not by autograd in every call.
+        # A peer may round its out although eaves does not. grad_out is converted once, not by autograd in every call.
         if out.dtype not in grad_outs:
             grad_outs[out.dtype] = inputs.grad_out.to(out.dtype)
         grad_out = grad_outs[out.dtype]
         if protocol == "autograd":
             return torch.autograd.grad(out, inputs.differentiable, grad_out, retain_graph=retain_graph)
-        torch.autograd.backward(out, grad_out, retain_graph=retain_graph)  # what out.backward() calls
+        torch.autograd.backward(out, grad_out, retain_graph=retain_graph)  # the function that out.backward() calls
         return ()
 
     if row.in_place:
@@ -83,7 +83,7 @@ def make_call(protocol: str, row: Row, forward: Forward, inputs: Inputs) -> Call
 
         def run() -> object:
             own = prepared.pop()
-            # The copies are returned, so that giving back their memory is not timed either.
+            # Returning the copies keeps the release of their memory out of the time.
             return own, backward(forward(*own.arguments), own)
 
         return Call(run, prepare)

@@ -2,7 +2,7 @@
 
 The sizes are among those of `eaves bench cross_entropy`, so the tables of both programs can be compared.
 A call of fwd+bwd may write the gradient over the logits, and every provider that can do so does. Its upstream gradient
-is 1, as for the loss of a model in training; alone, a backward gets a random one.
+is 1, like a loss's in training; a backward alone gets a random one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WORDS = {"label_smoothing": "label smoothing", "softcap": "softcap", "z_loss": 
 
 
 def _lacking(row: Row, *names: str) -> str:
-    """The row's options among these."""
+    """The row's options among these names."""
     return ", ".join(f"no {_WORDS[name]}" for name in names if name in row.options)
 
 
@@ -37,7 +37,7 @@ def _eaves(function: Any, row: Row) -> Forward:
 
 
 def _torch(cross_entropy: Any, row: Row) -> Forward:
-    """PyTorch's function, and around it, in float32, the formula of the options that it lacks."""
+    """PyTorch's function, and the formula of the options that it lacks around it, in float32."""
     reduction, smoothing = row.options["reduction"], row.options.get("label_smoothing", 0.0)
     softcap, z_loss = row.options.get("softcap"), row.options.get("z_loss", 0.0)
 
@@ -61,10 +61,10 @@ def _torch(cross_entropy: Any, row: Row) -> Forward:
 
 def _liger(function: Any, row: Row) -> Forward:
     """A call waits for the device, to count the targets that are not ignored and to find targets out of range, so its
-    time has some of the host's in it. With weights its z-loss is divided by the number of rows, not by their weights.
-    """
+    time includes some of the host's. With weights Liger's z-loss is divided by the number of rows, not by their
+    weights."""
     options = row.options
-    softcap = float(options["softcap"]) if "softcap" in options else None  # a kernel for integers would be another
+    softcap = float(options["softcap"]) if "softcap" in options else None  # an integer would select another kernel
     rest = (options.get("z_loss", 0.0), options.get("label_smoothing", 0.0), options["reduction"], softcap)
     return lambda logits, targets, weight=None: function.apply(logits, targets, weight, -100, *rest)[0]
 
@@ -81,8 +81,8 @@ def _fla(module: Any, row: Row) -> Forward:
 
 
 def _quack(module: Any, row: Row) -> Forward:
-    """In place with the sum, its one kernel for both directions. That gives the gradient of a sum and of nothing else:
-    for the mean another pass would have to divide it, so there it is the usual function, its backward in place."""
+    """QuACK has one kernel for both directions, in place, which gives the gradient of a sum only. A mean would need
+    another pass to divide it, so rows with a mean call the usual function, with its backward in place."""
     reduction = row.options["reduction"]
     if row.in_place and reduction == "sum":
         function: Any = _QuackForwardBackward.apply
@@ -93,8 +93,8 @@ def _quack(module: Any, row: Row) -> Forward:
 
 
 class _QuackForwardBackward(torch.autograd.Function):
-    """quack offers its kernel as a function of tensors; this is all that autograd needs around it. Like any user of it
-    the backward takes for granted that the upstream gradient is 1."""
+    """quack offers its kernel as a function of tensors; this class is all that autograd needs around it. Like any user
+    of the kernel, the backward assumes an upstream gradient of 1."""
 
     @staticmethod
     def forward(ctx: Any, quack: Any, logits: Tensor, targets: Tensor, weight: Tensor | None) -> Tensor:
@@ -132,7 +132,7 @@ def _row(batch: int, classes: int, mode: Mode, dtype_name: str, **options: Any) 
     options = {"reduction": "mean"} | options | ({"in_place": True} if mode == "fwd+bwd" else {})
     logits_bytes, loss_bytes = batch * classes * dtype.itemsize, result_dtype.itemsize
     weight_bytes = classes * loss_bytes if "weight" in options else 0
-    # From the forward to the backward: the lse and the divisor of a mean. Both at once need not write them.
+    # The forward passes the lse and the divisor of a mean to the backward. Both at once need not write them.
     passed_on = batch * loss_bytes + (loss_bytes if options["reduction"] == "mean" else 0)
     read_bytes = logits_bytes + batch * torch.int64.itemsize + weight_bytes
     write_bytes = {"fwd": loss_bytes + passed_on, "bwd": logits_bytes, "fwd+bwd": loss_bytes + logits_bytes}
@@ -145,7 +145,7 @@ def _row(batch: int, classes: int, mode: Mode, dtype_name: str, **options: Any) 
         ]
         if "weight" in options:
             weights = torch.rand(classes, dtype=result_dtype, device=device, generator=generator)
-            arguments.append(weights + 0.5)  # as class weights are, and far from 0, which a mean would divide by
+            arguments.append(weights + 0.5)  # like class weights, and far from 0, because a mean divides by them
         is_1 = mode == "fwd+bwd"
         one = torch.ones((), dtype=result_dtype, device=device)
         return Inputs(tuple(arguments), one if is_1 else normal([], result_dtype, device, seed + 1))
@@ -165,7 +165,7 @@ def _rows(request: Request) -> list[Row]:
     modes: tuple[Mode, ...] = (*_ALONE, "fwd+bwd") if is_quick else _ALONE
     rows = [_row(batch, 2**power, mode, dtype) for mode in modes for power in range(10, 18)]
     if is_quick:
-        # The gradient of a sum needs no divisor, which a kernel that does both directions may not know in time.
+        # The gradient of a sum needs no divisor, which a kernel for both directions may not know in time.
         rows += [_row(batch, classes, "fwd+bwd", dtype, reduction="sum") for classes in (8192, 32768, 131072)]
         rows += [_row(batch, 32768, mode, dtype, **options) for mode in modes for options in (_SMOOTHING, _ALL_OPTIONS)]
         if not request.has_dtype:

@@ -18,7 +18,7 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def find_device(name: str | None) -> torch.device:
-    """The named one; without a name the GPU where there is one."""
+    """The named device; without a name the GPU, or the CPU if PyTorch sees no GPU."""
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
         raise InvalidArgument("--device: is cuda, but PyTorch sees no GPU here, expected cpu")
@@ -30,7 +30,7 @@ def find_device(name: str | None) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """NVIDIA H200; AMD EPYC (2 threads)."""
+    """The name of a device: NVIDIA H200; AMD EPYC (2 threads)."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = re.search(r"^model name\s*: (.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
@@ -68,7 +68,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def stream_bytes(source: Tensor, destination: Tensor, read_bytes: int, write_bytes: int) -> None:
-    """A plain kernel of eaves that streams so many bytes, read and written; enqueued."""
+    """Enqueues a plain kernel of eaves that reads and writes these numbers of bytes."""
     torch.ops.eaves.stream_bytes.default(source, destination, read_bytes, write_bytes)
 
 
@@ -91,7 +91,7 @@ class Stopwatch:
         self._record(1)
 
     def elapsed_ms(self) -> float:
-        """Once the device has been waited for."""
+        """The elapsed time, once the device has finished."""
         if self._events:
             return float(self._events[0].elapsed_time(self._events[1]))
         return self._times[1] - self._times[0]

@@ -1,7 +1,6 @@
-"""The measurement of a row: compares what the providers compute, takes their memory one by one, times them in turns.
+"""The measurement of a row: compares the providers' results, measures their memory one by one, times them in turns.
 
-It knows no operator and prints nothing. A provider that fails, wherever, gets the reason in its cell, and the others
-go on.
+It knows no operator and prints nothing. If a provider fails anywhere, its cell gets the reason, and the others go on.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ CASE = ("op", "mode", "dtype", "shape", "options")
 
 
 class Harness:
-    """Times `repetitions` of each row, fewer of slow ones."""
+    """Times `repetitions` of each row, fewer of slow rows."""
 
     def __init__(self, device: torch.device, protocol: str, repetitions: int = 30) -> None:
         self.device, self.protocol, self.repetitions = device, protocol, repetitions
         self.timer = ColdTimer(device)
 
     def measure(self, row: Row, providers: Sequence[Provider], reference: Provider) -> list[Entry]:
-        """One row. Every provider's results are first compared with the reference's."""
+        """The entries of one row. Every provider's results are first compared with the reference's."""
         gc.collect()  # gives back memory that earlier rows left in cycles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -47,7 +46,7 @@ class Harness:
         if not skipped:
             try:
                 self._measure(row, providers, reference, cells)
-            except (RuntimeError, MemoryError) as error:  # most likely, the benchmark's own buffers found no room
+            except (RuntimeError, MemoryError) as error:  # most likely, the benchmark's own buffers did not fit
                 skipped = reason(error)
         if skipped:
             cells = {name: {"skipped": skipped} for name in cells}
@@ -62,8 +61,8 @@ class Harness:
         return {key: (cell | rate)[key] for key in keys if key in cell | rate}
 
     def _why_left_out(self, row: Row) -> str:
-        # Inputs, outputs and as much again between them, and the limit's buffers. A provider that needs more says so by
-        # itself on a GPU; on a CPU the system would kill the program.
+        # Inputs, outputs, as much again for intermediate results, and the limit's buffers. A provider that needs more
+        # fails by itself on a GPU; on a CPU the system would kill the program.
         needed = 2 * (row.read_bytes + row.write_bytes) + sum(moved(self.protocol, row))
         free = free_memory_bytes(self.device)
         if needed > free:
@@ -71,9 +70,9 @@ class Harness:
         return ""
 
     def _measure(self, row: Row, providers: Sequence[Provider], reference: Provider, cells: dict[str, Cell]) -> None:
-        # A backward that torch.compile makes may overwrite what the forward saved, but not where the graph is retained.
-        # It is compiled in the first call of all, where the results are compared. Inductor's cache tells the two apart
-        # by the tag alone: a step would get the code of an earlier backward of the same shape.
+        # A compiled backward may overwrite the tensors that the forward saved, unless the graph is retained. It is
+        # compiled in the very first call, which compares the results. Inductor's cache tells the two backwards apart by
+        # the tag alone: without it a step would get the code of an earlier backward of the same shape.
         torch._functorch.config.donated_buffer = not retains_graph(self.protocol, row)
         torch.compiler.config.cache_key_tag = f"donated {torch._functorch.config.donated_buffer}"
         inputs = row.make_inputs(self.device, 2)
@@ -82,7 +81,7 @@ class Harness:
             try:
                 call = partial(make_call, self.protocol, row, forward, inputs)
                 cells[name]["peak_mib"] = memory.peak_bytes(row, call, inputs) / 2**20
-            except Exception as error:  # a provider's code: whatever it raises, the others go on
+            except Exception as error:  # a provider may raise anything; the others go on
                 cells[name] = {"skipped": reason(error)}
                 del forwards[name]
             for argument in inputs.differentiable:
@@ -103,7 +102,7 @@ class Harness:
     def _verified(
         self, row: Row, providers: Sequence[Provider], reference: Provider, inputs: Inputs, cells: dict[str, Cell]
     ) -> dict[str, Forward]:
-        """The forwards that work and agree with the reference; the cells of the others say why they are missing."""
+        """The forwards that work and agree with the reference; the other cells get the reason."""
         forwards, expected = {}, None
         for provider in dict.fromkeys([reference, *providers]):
             skipped = f"not supported: {lacking}" if (lacking := provider.lacks(row)) else ""
@@ -115,7 +114,7 @@ class Harness:
                     skipped = verify.difference(actual, expected, row.tolerance)
                 except Exception as error:  # as above
                     skipped = reason(error)
-            if provider in providers:  # the reference may not be measured
+            if provider in providers:  # the reference may be no measured provider
                 if skipped:
                     cells[provider.name]["skipped"] = skipped
                 else:
@@ -124,7 +123,7 @@ class Harness:
 
     def _make_sets(self, row: Row, inputs: Inputs) -> list[tuple[Inputs, Tensor, Tensor]]:
         """The buffers of one repetition: inputs, and the limit's source and destination. If one set would fit in the
-        cache there are several, taken in turn: then even a flush that missed some lines leaves nothing of use."""
+        cache, there are several, used in turn, so that even lines that a flush missed are of no use."""
         own = moved(self.protocol, row) if row.make_limit is None else Bytes(0, 0)
         cache_bytes = last_cache_bytes(self.device)
         inputs_bytes = sum(tensor.nbytes for tensor in (*inputs.arguments, inputs.grad_out))

@@ -1,8 +1,8 @@
-"""The shared parts of the benchmarks of a model's head: its tensors, and the products that limit it.
+"""The shared parts of the benchmarks of a model's head: its tensors, and the matrix products that limit it.
 
-An operator that multiplies matrices is not measured by bytes: the column `limit` is the matrix products themselves,
-whole, by torch.matmul into memory that exists already, on the data of the call. How fast they are depends on the data,
-through the power that they draw: they take the gradient of the row.
+Bytes do not limit an operator that multiplies matrices. Its column `limit` is the whole matrix products alone, by
+torch.matmul into existing memory, on the data of the call. The speed of a product depends on its data, through the
+power that it draws, so the products take the gradient of the row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .benchmark import DTYPES, Inputs, Mode, Row, normal
 DENSE_DEVIATION = 1.3
 """The deviation of the logits of data "dense"."""
 
-_PIECE_ROWS = 256  # of the gradient of the logits, in float32, at a time
+_PIECE_ROWS = 256  # rows of the float32 gradient of the logits at a time
 
 
 class Shape(NamedTuple):
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
 
 def parse_shape(text: str) -> Shape:
-    """512x64x1024."""
+    """A shape such as 512x64x1024."""
     sizes = [int(size) if size.isdecimal() else 0 for size in text.split("x")]
     if len(sizes) != 3 or min(sizes) < 1:
         raise argparse.ArgumentTypeError(f'is "{text}", expected rows, features and classes such as 512x64x1024')
@@ -43,8 +43,8 @@ def parse_shape(text: str) -> Shape:
 def head_tensors(
     batch: int, features: int, classes: int, dtype: torch.dtype, device: torch.device, seed: int, is_dense: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states [batch, features], head [classes, features], one class of each row. Normal numbers; where the
-    logits shall be dense, smaller hidden states."""
+    """Hidden states [batch, features], head [classes, features], and a class for each row. The numbers are normal;
+    dense logits get smaller hidden states."""
     generator = torch.Generator(device).manual_seed(seed + 2)
     hidden = normal([batch, features], dtype, device, seed)
     head = normal([classes, features], dtype, device, seed + 1)
@@ -56,9 +56,10 @@ def head_tensors(
 def trained_tensors(
     batch: int, features: int, classes: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As head_tensors(), with logits as of a language model late in its training: classes have frequencies by
-    Zipf and Mandelbrot, and nearly half of them belong to languages foreign to the text; they share directions of few
-    dimensions; each row has its own sharpness. Targets are drawn from the softmax, whose entropy is 1.4 to 1.8 nats."""
+    """head_tensors() with logits like a language model's late in its training. Classes have frequencies by Zipf and
+    Mandelbrot, and nearly half of them belong to languages foreign to the text; they share directions of few
+    dimensions. Each row has its own sharpness. Targets are drawn from the softmax, which has an entropy of 1.4 to 1.8
+    nats."""
     generator = torch.Generator(device).manual_seed(6)
 
     def random(*shape: int) -> Tensor:
@@ -83,8 +84,9 @@ def trained_tensors(
 def products(
     mode: Mode, logits_gradient: Callable[[Tensor, Inputs, slice], Tensor]
 ) -> Callable[[Inputs], Callable[[], object]]:
-    """The products of a mode: a forward has the logits', a backward one with the gradient of the logits for each of its
-    gradients. `logits_gradient` makes some rows of that gradient, from these rows of the logits."""
+    """The products of a mode. A forward has the product of the logits; a backward has one product with the gradient of
+    the logits for each of its gradients. `logits_gradient` computes some rows of that gradient from these rows of the
+    logits."""
 
     def make(inputs: Inputs) -> Callable[[], object]:
         hidden, head = (argument.detach() for argument in inputs.arguments[:2])
@@ -120,9 +122,9 @@ def head_row(
     options: Mapping[str, Any],
     logits_gradient: Callable[[Tensor, Inputs, slice], Tensor],
 ) -> Row:
-    """A row with the output `out_shape`. A scalar has the upstream gradient 1, as a loss in training, but a backward by
-    itself a random one. With the option "frozen_head" the head has no gradient. The data are "dense" unless the options
-    say "spread" or "trained"."""
+    """A row with the output `out_shape`. A scalar has the upstream gradient 1, like a loss in training, but a random
+    one in a backward alone. With the option "frozen_head" the head has no gradient. The data are "dense" unless the
+    options say "spread" or "trained"."""
     dtype = DTYPES[dtype_name]
     result_dtype = torch.promote_types(dtype, torch.float32)
     rows, features, classes = shape

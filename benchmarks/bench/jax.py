@@ -1,15 +1,15 @@
-"""A head and its loss from JAX, forward and backward. Beside eaves: plain JAX with all the logits, a scan in chunks,
-tokamax's XLA implementation, the three matrix products alone as JAX runs them, and eaves from PyTorch if that has the
-same device. And the host's time of a small jitted call.
+"""Measures a head and its loss from JAX, forward and backward: eaves, plain JAX with all the logits, a scan in chunks,
+tokamax's XLA implementation, the three matrix products alone as JAX runs them, and eaves from PyTorch if PyTorch has
+the same device. Also measures the host's time of a small jitted call.
 
     python benchmarks jax --json jax.json --plot jax.png
 
-Each contestant is one compiled program. They take turns, and each timed call follows one of its own, because a GPU's
-clock depends on the power that it has just drawn. The clock times a call until its results exist: PyTorch's events see
-nothing of JAX's streams. Memory is XLA's plan beside the arguments, temporary buffers (eaves' scratch memory among
-them) and results; for PyTorch it is the peak of its allocator. JAX takes three quarters of a GPU's memory when it
-starts, its default: taken piece by piece, the pieces are soon too small for all the logits. The exit status is 1 if a
-bar does not hold; bars are for GPUs and the published shapes.
+Each contestant is one compiled program. They take turns, and an untimed call of the same contestant precedes each timed
+call, because a GPU's clock depends on the power that it has just drawn. The clock times a call until its results exist,
+because PyTorch's events see nothing of JAX's streams. Memory is XLA's plan for temporary buffers (with eaves' scratch
+memory) and results, without the arguments; for PyTorch it is the peak of its allocator. JAX takes three quarters of a
+GPU's memory at its start, by default, because memory taken piece by piece soon has no room for all the logits. The exit
+status is 1 if a bar does not hold; bars are for GPUs and the published shapes.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -67,7 +67,7 @@ def _all_logits(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Ar
 
 
 def _in_chunks(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
-    """Chunks of rows, whose logits the backward computes again."""
+    """The mean loss in chunks of rows; the backward computes their logits again."""
     rows = min(_CHUNK_ROWS, len(labels))
     chunks = (hidden.reshape(-1, rows, hidden.shape[1]), labels.reshape(-1, rows))
     means: jax.Array = jax.lax.map(jax.checkpoint(lambda each: _all_logits(each[0], head, each[1])), chunks)
@@ -86,7 +86,7 @@ def _products(hidden: jax.Array, head: jax.Array, gradient: jax.Array) -> tuple[
 
 @jax.jit
 def _gradient(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
-    """The gradient of the mean in the logits: how fast a product is depends on its data."""
+    """The gradient of the mean by the logits, for the products, because a product's speed depends on its data."""
     gradient: jax.Array = jax.grad(_of_logits)(hidden @ head.T, labels)
     return gradient
 
@@ -151,7 +151,7 @@ def measure(shape: Shape, repetitions: int) -> list[dict[str, Any]]:
             run, memory_bytes = make()
             calls[name] = [Call(run)]
             rows[name]["memory_bytes"] = memory_bytes
-        except Exception as error:  # another library's code: whatever it raises, the others go on
+        except Exception as error:  # another library may raise anything; the others go on
             rows[name]["skipped"] = reason(error)
     for name, contestant in Timer(torch.device("cpu"), runs_twice=True).time(calls, repetitions).items():
         rows[name] |= contestant.cell()
@@ -196,7 +196,7 @@ def bars(rows: Sequence[Mapping[str, Any]], host_us: Mapping[str, float]) -> lis
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Time and memory over the number of classes, a panel each, for the rows and features that most shapes have."""
+    """Draws time and memory over the number of classes, a panel each, for the rows and features of most shapes."""
     from . import plot
 
     measured = [(parse_shape(row["shape"]), row) for row in rows if "ms" in row]
@@ -226,7 +226,7 @@ def main(parser: ArgumentParser, argv: Sequence[str]) -> int:
     parser.add_argument("--plot", metavar="FILE", help="where to draw the curves; needs matplotlib")
     arguments = parser.parse_args(argv)
     if arguments.plot:
-        importlib.import_module(".plot", __package__)  # now says whether matplotlib is missing
+        importlib.import_module(".plot", __package__)  # fails now if matplotlib is missing
     if not (arguments.shape or arguments.quick) and jax.default_backend() != "gpu":
         raise InvalidArgument("JAX has no GPU, which the published shapes are for: expected --quick or --shape")
     json, plot = (path and results.check_file(f"--{name}", path)

@@ -1,12 +1,12 @@
 """linear_cross_entropy: the published rows (vocabulary by vocabulary), each direction and both, three kinds of data,
 and time against `workspace_bytes`.
 
-The column `limit` is the matrix products (`head.py`): the logits' for the loss, the two with the gradient of the
-logits for the backward, all three for both.
+The column `limit` is the matrix products (`head.py`): for the loss the product of the logits, for the backward the two
+products with the gradient of the logits, for both all three.
 
-Data: "spread" is normal inputs and weights, whose logits have a deviation of 64 (at 4096 features), so that the
-gradient is 0 almost everywhere; "dense" has smaller inputs, logits with a deviation of 1.3, and a gradient everywhere;
-"trained" has logits as of a language model late in its training.
+Data: "spread" has normal inputs and weights; the logits have a deviation of 64 (at 4096 features), so the gradient is 0
+almost everywhere. "dense" has smaller inputs, logits with a deviation of 1.3, and a gradient everywhere. "trained" has
+logits like a language model's late in its training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from .benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, peer
 from .head import Shape, head_row
 
-# The others take a bias as their fourth argument, where it is given.
+# Providers that take no bias. The others take it as their fourth argument.
 WITHOUT_BIAS = ("liger-scaled", "cut-cross-entropy", "quack")
 
 # ------------------------------------------------------------------------------------------------------------ providers
@@ -29,7 +29,7 @@ WITHOUT_BIAS = ("liger-scaled", "cut-cross-entropy", "quack")
 
 def _eaves(algorithm: str) -> Callable[[Any, Row], Forward]:
     def make(function: Any, row: Row) -> Forward:
-        # The backward alone of an algorithm that computes gradients in the forward does nothing.
+        # If the forward computes the gradients, a backward alone does nothing.
         is_alone = row.mode == "bwd" and algorithm != "keep"
         keywords: dict[str, Any] = {"algorithm": "recompute" if is_alone else algorithm}
         if "workspace_mib" in row.options:
@@ -40,12 +40,12 @@ def _eaves(algorithm: str) -> Callable[[Any, Row], Forward]:
 
 
 def _torch(functional: Any, row: Row) -> Forward:
-    """All logits at once."""
+    """The formula with all logits at once."""
     return lambda x, weight, target, bias=None: functional.cross_entropy(functional.linear(x, weight, bias), target)
 
 
 def _torch_chunked(options: Any, row: Row) -> Forward:
-    """PyTorch 2.13 has it."""
+    """F.linear_cross_entropy, which PyTorch has since 2.13."""
     functional: Any = torch.nn.functional
     return lambda x, weight, target, bias=None: functional.linear_cross_entropy(
         x, weight, target, linear_bias=bias, options=options()
@@ -57,14 +57,14 @@ def _liger(function: Any, row: Row) -> Forward:
 
 
 def _liger_larger(function: Any, row: Row) -> Forward:
-    """With chunks of about the size that eaves takes by default: four times as many rows (chunk_mem_const)."""
+    """Liger with chunks of about eaves' default size: four times as many rows (chunk_mem_const)."""
     unused = (None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False, None, None)
     return lambda x, weight, target, bias=None: function.apply(x, weight, target, bias, *unused, 4)[0]
 
 
 def _liger_scaled(function: Any, row: Row) -> Forward:
-    """Its newer kernels (on Hopper and Blackwell with the products in them), which compute the logits again in the
-    backward and give the loss of each row."""
+    """Liger's newer kernels (on Hopper and Blackwell with the products in them), which compute the logits again in the
+    backward and return the loss of each row."""
 
     def forward(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         losses = function.apply(x, weight, target)
@@ -75,7 +75,7 @@ def _liger_scaled(function: Any, row: Row) -> Forward:
 
 
 def _cut_cross_entropy(function: Any, row: Row) -> Forward:
-    """As its users call it: it leaves out gradients that it takes for negligible (filter_eps)."""
+    """Cut Cross-Entropy with its defaults: it leaves out gradients that it considers negligible (filter_eps)."""
     return lambda x, weight, target: function(x, weight, target)
 
 
@@ -88,7 +88,7 @@ def _fla(**keywords: Any) -> Callable[[Any, Row], Forward]:
 
 
 def _quack(function: Any, row: Row) -> Forward:
-    # Its default, 4096 rows at a time, is an error of version 0.6.5 where there are as many features.
+    # QuACK 0.6.5 fails with its default, 4096 rows at a time, if there are as many features.
     return lambda x, weight, target: function(x, weight, target, chunk_size=3072 if weight.shape[1] == 4096 else 4096)
 
 
@@ -97,7 +97,7 @@ def _bounded(row: Row) -> str:
 
 
 def _at_once(row: Row) -> str:
-    """A provider that computes the gradients in the forward has no backward alone."""
+    """The reason that leaves out a backward alone: the provider computes the gradients in the forward."""
     return _bounded(row) or ("the forward computes the gradients" if row.mode == "bwd" else "")
 
 
@@ -110,8 +110,8 @@ def _not_backward(row: Row) -> str:
 
 
 def _tried_out(row: Row) -> str:
-    """The rows of a sweep that torch.compile computes nearly as fast as eaves; it tries out products for half a minute
-    each."""
+    """The reason that leaves a row out, unless torch.compile is nearly as fast as eaves there: trying out products
+    takes half a minute for each row."""
     is_near = row.mode == "fwd+bwd" and row.shape["batch"] == 12288 and 2048 <= row.shape["v"] <= 16384
     return "" if is_near and row.options["data"] == "dense" else "measured with 12288 rows of 2048 to 16,384 classes"
 
@@ -136,7 +136,7 @@ PROVIDERS = (
     Provider("eaves-keep", _LCE, _eaves("keep"), lacks=_not_backward),
     _TORCH,
     compiled(_TORCH),
-    # Without CUDA graphs, whose memory the next call of the same function writes over.
+    # Without CUDA graphs, because the next call of the same function would write over their memory.
     replace(
         compiled(_TORCH, "torch.compile-max-autotune", mode="max-autotune-no-cudagraphs"),
         needs_gpu=True,
@@ -163,8 +163,8 @@ def _logits_gradient(logits: Tensor, inputs: Inputs, rows: slice) -> Tensor:
     return p / len(target)
 
 
-# Peers round logits to 16 bits. Beyond 32 that is off by up to an eighth, beyond 256 by one, and a probability with it
-# by up to a factor of e.
+# Peers round logits to 16 bits. A logit beyond 32 is then off by up to an eighth, beyond 256 by up to one, and a
+# probability by up to a factor of e.
 _ROUNDED_LOGITS = 0.6
 
 
@@ -183,7 +183,7 @@ def _rows(request: Request) -> list[Row]:
     is_quick = request.sweep == "quick"
     is_cpu = is_quick and request.device_type == "cpu"
     batch, features, powers = (512, 1024, (10, 12, 15)) if is_cpu else (12288, 4096, tuple(range(10, 18)))
-    few = powers if is_cpu else (12, 15, 17)  # forward and backward are also measured by themselves
+    few = powers if is_cpu else (12, 15, 17)  # sizes with forward and backward also measured alone
     modes: tuple[Mode, ...] = ("fwd", "bwd", "fwd+bwd") if is_quick else ("fwd+bwd",)
     dtypes = [request.dtype] + (["fp32"] if request.device_type == "cpu" and not request.has_dtype else [])
     rows = [_row(batch, features, 2**power, mode, dtype, data=data) for dtype in dtypes

@@ -2,8 +2,8 @@
 libraries: forward KL and the Jensen-Shannon divergence with gradients in the student's hidden states and head, forward
 KL alone, and the top 64 of a teacher that another process serves.
 
-Losses are means over the rows, and their upstream gradient is 1. The column `limit` is the matrix products: the
-student's (`head.py`) and the teacher's one. Both have logits with a deviation of 1.3.
+Losses are means over the rows, with the upstream gradient 1. The column `limit` is the matrix products: the student's
+(`head.py`) and the teacher's one. Both have logits with a deviation of 1.3.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from .benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, peer
 from .head import Shape, head_tensors, products
 
-_PIECE_ROWS = 256  # whose logits of the teacher are there at once, for its top tokens
+_PIECE_ROWS = 256  # rows of teacher logits at once, for its top tokens
 
 # ------------------------------------------------------------------------------------------------------------ providers
 
@@ -33,12 +33,12 @@ def _eaves(function: Any, row: Row) -> Forward:
 
 
 def _log_softmax(hidden: Tensor, head: Tensor) -> Tensor:
-    """In float32 as trainers compute it (in float64 of float64)."""
+    """log softmax in float32, as trainers compute it (float64 for float64)."""
     return torch.log_softmax((hidden @ head.t()).to(torch.promote_types(hidden.dtype, torch.float32)), -1)
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:
-    """The tokens that are not listed are one class more."""
+    """The log-probabilities, with one more class for the tokens that are not listed."""
     rest = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(log_probs.dtype).eps)
     return torch.cat([log_probs, rest.log()], -1)
 
@@ -51,7 +51,7 @@ def _mean_divergence(log_s: Tensor, log_t: Tensor, row: Row) -> Tensor:
 
 
 def _torch(module: Any, row: Row) -> Forward:
-    """All logits of both at once."""
+    """The formula with all logits of both at once."""
 
     def of_heads(hidden: Tensor, head: Tensor, teacher_hidden: Tensor, teacher_head: Tensor) -> Tensor:
         with torch.no_grad():
@@ -66,12 +66,12 @@ def _torch(module: Any, row: Row) -> Forward:
 
 
 def _beta(row: Row) -> float:
-    """In TRL and Liger 0 is the forward KL divergence."""
+    """beta, which is 0 for the forward KL divergence in TRL and Liger."""
     return 0.0 if row.options["divergence"] == "forward" else 0.5
 
 
 def _trl(function: Any, row: Row) -> Forward:
-    """Its logits are computed again in the backward: six products."""
+    """TRL's backward computes the logits again: six products."""
 
     def forward(hidden: Tensor, head: Tensor, teacher_hidden: Tensor, teacher_head: Tensor) -> Tensor:
         rows, _ = function.apply(hidden, head, None, teacher_hidden, teacher_head, None, _beta(row))
@@ -82,7 +82,7 @@ def _trl(function: Any, row: Row) -> Forward:
 
 
 def _liger(function: Any, row: Row) -> Forward:
-    """A call computes the gradients, of a forward alone too."""
+    """Liger's call computes the gradients, even in a forward alone."""
     return lambda *heads: function.apply(*heads, None, _beta(row))
 
 
@@ -183,7 +183,7 @@ KINDS: tuple[tuple[Mode, dict[str, Any]], ...] = (
 
 
 def _rows(request: Request) -> list[Row]:
-    """The sweep "published" has none. The vocabularies on a GPU are Mistral's and Qwen's."""
+    """The rows; none in the sweep "published". The vocabularies on a GPU are Mistral's and Qwen's."""
     is_cpu = request.device_type == "cpu"
     batch, features, vocabularies = (256, 512, (1024, 32768)) if is_cpu else (8192, 2048, (32768, 151936))
     dtypes = [request.dtype] + (["fp32"] if is_cpu and not request.has_dtype else [])

@@ -1,10 +1,10 @@
-"""linear_log_prob, as post-training calls a model's head, beside the functions of its libraries: log-probabilities of
-chosen tokens with entropies and the gradients of both, in hidden states and head; the same without gradients, as of a
-reference model (nothing requires a gradient, as under torch.no_grad()); log-probabilities alone over a frozen head
-(LoRA), with the gradient of the hidden states; and on a GPU a backward by itself, with a share of rows whose upstream
-gradients are 0 (groups with equal rewards).
+"""linear_log_prob, as post-training calls a model's head, beside the functions of its libraries. The rows:
+log-probabilities of chosen tokens with entropies, and the gradients of both in hidden states and head; the same without
+gradients, for a reference model (nothing requires a gradient, as under torch.no_grad()); log-probabilities alone over a
+frozen head (LoRA), with the gradient of the hidden states; and on a GPU a backward alone, with a share of rows that
+have upstream gradients of 0 (groups with equal rewards).
 
-With entropies a call gives both, [2, rows], and both have a random upstream gradient, as advantages are.
+With entropies a call returns both, [2, rows], and both have a random upstream gradient, like advantages.
 The column `limit` is the matrix products (`head.py`): three, one, and two. The logits have a deviation of 1.3.
 """
 
@@ -28,7 +28,7 @@ def _has_entropy(row: Row) -> bool:
 
 
 def _eaves(algorithm: str, kept: float = 1.0) -> Callable[[Any, Row], Forward]:
-    """`kept`: the share of rows that "keep" is given room for."""
+    """`kept` is the share of rows that fit in the keep_bytes of "keep"."""
 
     def make(function: Any, row: Row) -> Forward:
         options: dict[str, Any] = {"algorithm": algorithm, "skip_ignored": "zero_rows" in row.options}
@@ -49,8 +49,8 @@ def _eaves(algorithm: str, kept: float = 1.0) -> Callable[[Any, Row], Forward]:
 
 
 class _AsAFunction(torch.autograd.Function):
-    """linear_log_prob_loss of a loss with the row's upstream gradients. They come with the backward here, which makes
-    all three products and writes the outputs that the forward has returned."""
+    """linear_log_prob_loss with a loss that has the row's upstream gradients. Here they are known only in the backward,
+    which computes all three products and writes the outputs that the forward has returned."""
 
     @staticmethod
     def forward(ctx: Any, loss_of: Any, hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
@@ -79,21 +79,21 @@ def _eaves_function(function: Any, row: Row) -> Forward:
 
 
 def _of_logits(logits: Tensor, tokens: Tensor, has_entropy: bool) -> Tensor:
-    """The formula, in float32 as trainers compute it (in float64 of float64)."""
+    """The formula in float32, as trainers compute it (float64 for float64)."""
     log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
     log_prob = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return torch.stack((log_prob, -(log_p.exp() * log_p).sum(-1))) if has_entropy else log_prob
 
 
 def _torch(module: Any, row: Row) -> Forward:
-    """All logits at once."""
+    """The formula with all logits at once."""
     has_entropy = _has_entropy(row)
     return lambda hidden, head, tokens: _of_logits(hidden @ head.t(), tokens, has_entropy)
 
 
 def _trl(function: Any, row: Row) -> Forward:
-    """As TRL's trainers call it: 32768 tokens of the vocabulary at a time. It multiplies three times in the backward,
-    of a frozen head twice, and rounds logits to the dtype of the hidden states."""
+    """TRL's function as its trainers call it: 32768 tokens of the vocabulary at a time. The backward has three
+    products, two with a frozen head, and rounds logits to the dtype of the hidden states."""
     outputs = ("entropy",) if _has_entropy(row) else ()
 
     def forward(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
@@ -104,7 +104,8 @@ def _trl(function: Any, row: Row) -> Forward:
 
 
 def _verl(function: Any, row: Row) -> Forward:
-    """It computes the entropy in every call, and in the backward the gradient of the head, of a frozen one too."""
+    """verl's function computes the entropy in every call, and in the backward the gradient of the head, even a frozen
+    one."""
 
     def forward(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
         log_prob, entropy = function(hidden, head, tokens, 1.0, "none")
@@ -114,15 +115,15 @@ def _verl(function: Any, row: Row) -> Forward:
 
 
 def _liger(module: Any, row: Row) -> Forward:
-    """The part of its chunked losses (GRPO, PPO) that computes log-probabilities, a private one, as they call it, but
-    on all rows at once. It is made of torch's operators, and multiplies gradients in float32."""
+    """The private function with which Liger's chunked losses (GRPO, PPO) compute log-probabilities, called as they call
+    it, but on all rows at once. It consists of torch's operators, and multiplies gradients in float32."""
     chunk = module._SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE
     function: Any = module._ChunkedSelectiveLogProbFunction.apply
     return lambda hidden, head, tokens: function(hidden, head, tokens, None, 1.0, chunk)
 
 
 def _liger_scaled(function: Any, row: Row) -> Forward:
-    """The operator that verl's users get from Liger, with its newer kernels (on Hopper and Blackwell)."""
+    """The operator that verl's users get from Liger, with Liger's newer kernels (on Hopper and Blackwell)."""
 
     def forward(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
         if not _has_entropy(row):
@@ -143,7 +144,7 @@ def _no_zero_rows(row: Row) -> str:
 
 
 def _not_frozen(row: Row) -> str:
-    # The factor of the rows is only known in the backward: both compute the logits again for the head's gradient.
+    # Only the backward knows the factor of the rows, so both compute the logits again for the head's gradient.
     return "" if "frozen_head" in row.options else "the same as eaves"
 
 
@@ -181,7 +182,7 @@ def _logits_gradient(logits: Tensor, inputs: Inputs, rows: slice) -> Tensor:
     return gradient
 
 
-# Peers round logits to 16 bits, each by up to 0.016 where the largest log-probability is about 15.
+# Peers round logits to 16 bits, each by up to 0.016 if the largest log-probability is about 15.
 _ROUNDED_LOGITS = 0.01
 
 KINDS: tuple[tuple[Mode, dict[str, Any]], ...] = (
@@ -215,7 +216,7 @@ def _with_zero_rows(row: Row, share: float) -> Callable[[torch.device, int], Inp
 
 
 def _rows(request: Request) -> list[Row]:
-    """The sweep "published" has none. The vocabularies on a GPU are Mistral's and Qwen's."""
+    """The rows; none in the sweep "published". The vocabularies on a GPU are Mistral's and Qwen's."""
     is_cpu = request.device_type == "cpu"
     batch, features, vocabularies = (512, 1024, (1024, 32768)) if is_cpu else (8192, 4096, (32768, 151936))
     dtypes = [request.dtype] + (["fp32"] if is_cpu and not request.has_dtype else [])

@@ -1,4 +1,4 @@
-"""logsumexp: the published rows (along the last axis, length by length), the layouts that they leave out, peers.
+"""logsumexp: the published rows (along the last axis, length by length), layouts that are not among them, peers.
 
 The sizes are the same as in `eaves bench logsumexp`, so the tables of both programs can be compared.
 """

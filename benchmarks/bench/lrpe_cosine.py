@@ -1,5 +1,5 @@
-"""lrpe_cosine: the published rows (activations over a sequence, and grids of one to three axes), and what they leave
-out: other activations, the gradient of theta, one sequence alone, layouts; peers.
+"""lrpe_cosine: the published rows (activations over a sequence, and grids of one to three axes), peers, and rows that
+are not published: other activations, the gradient of theta, one sequence alone, layouts.
 
 The sizes on a GPU are the same as in `eaves bench lrpe_cosine`, so the tables of both programs can be compared.
 """
@@ -18,7 +18,7 @@ from .benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Reques
 
 
 def _make(function: Any, row: Row) -> Forward:
-    """The rows take the layout [B, H, N, D] for granted."""
+    """The rows assume the layout [B, H, N, D]."""
     keywords = {"layout": "bhnd"} | {key: value for key, value in row.options.items() if key != "grad_theta"}
     return lambda x, theta: function(x, theta, **keywords)
 
@@ -33,13 +33,13 @@ def formula(
     activation_dim: int | None = None,
     layout: str = "bhnd",
 ) -> Tensor:
-    """As models have it: angles in float32, the result in the dtype of x."""
+    """The formula in the form of models: angles in float32, the result in the dtype of x."""
     heads_first = layout == "bhnd"
     token_axis = 2 if heads_first else 1
     features, length = x.shape[-1], x.shape[token_axis]
     sizes = [length - extra_tokens] if grid is None else list(grid)
     coordinates = torch.meshgrid(*[torch.arange(size, device=x.device) for size in sizes], indexing="ij")
-    # [H, cells, E] for each axis, side by side; features that are left over have no angle.
+    # [H, cells, E] for each axis, side by side. Left-over features have no angle.
     phi = torch.cat([theta.float()[:, None] * index.reshape(-1, 1) for index in coordinates], -1)[..., :features]
     phi = torch.nn.functional.pad(phi, (0, features - phi.shape[-1], extra_tokens, 0))
     if not heads_first:
@@ -50,7 +50,7 @@ def formula(
         a = x
     else:
         a = {"relu": torch.relu, "sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu}[activation](x)
-    # Rounded before they are put together: the same bits, and half of the traffic of float32 halves.
+    # Rounding before the concatenation gives the same bits with half of the traffic.
     return torch.cat([(a * phi.cos()).to(x.dtype), (a * phi.sin()).to(x.dtype)], -1)
 
 
@@ -84,7 +84,7 @@ class _Case:
 
     @property
     def angles_per_head(self) -> int:
-        """As many as the axes can have alike."""
+        """The largest equal number of angles for each axis."""
         return self.features // len(self.grid or [0])
 
     def make_inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
@@ -106,8 +106,8 @@ def _row(case: _Case, mode: Mode, dtype_name: str) -> Row:
     lse_bytes = has_lse * 2 * case.batch * case.heads * case.features * (8 if dtype == torch.float64 else 4)
     grad_bytes = x_bytes + case.grad_theta * theta_bytes
     needs_x = case.activation != "none" or case.grad_theta
-    # Forward: x, theta; out, and the lse that the backward needs. Backward: grad_out, x where the activation or the
-    # gradient of theta needs it, theta, lse; grad_x, grad_theta. Both at once: the same, each once.
+    # Forward: x, theta; out, and the lse that the backward needs. Backward: grad_out, theta, lse, and x if the
+    # activation or the gradient of theta needs it; grad_x, grad_theta. Both at once: the same, each once.
     read_bytes = {"fwd": x_bytes, "bwd": (2 + needs_x) * x_bytes + lse_bytes, "fwd+bwd": 3 * x_bytes}
     write_bytes = {"fwd": 2 * x_bytes + lse_bytes, "bwd": grad_bytes, "fwd+bwd": 2 * x_bytes + grad_bytes}
     return Row(

@@ -1,8 +1,8 @@
-"""The peak of memory over one call, inputs and outputs counted, as the published tables have it in MiB.
+"""The peak of memory over one call in MiB, with inputs and outputs counted, as in the published tables.
 
-On a GPU torch's allocator keeps the peak. On a CPU it does not, so the call runs once under torch's profiler, which
-records every allocation of torch's CPU allocator, and the peak is that of their running sum. Memory that an
-implementation takes from elsewhere is in neither.
+On a GPU torch's allocator records the peak. On a CPU it does not, so the call runs once under torch's profiler, which
+records every allocation of torch's CPU allocator; the peak is the maximum of their running sum. Neither counts memory
+that an implementation takes from elsewhere.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from .calls import Call
 
 
 def peak_bytes(row: Row, make: Callable[[], Call], inputs: Inputs) -> int:
-    """The peak during the second of two calls, with the call's inputs and what its graph keeps.
+    """The peak during the second of two calls, with the call's inputs and the tensors that its graph keeps.
 
-    The second, because in the protocol `accumulate` the first has no gradient to add to. In place the inputs of a call
-    are the copies that its `prepare` makes, which are among what has grown; the originals are none of its memory.
+    The second call counts, because in the protocol `accumulate` the first has no gradient to add to. An in-place call
+    has as its inputs the copies that its `prepare` makes. These are part of the growth; the originals are no memory of
+    the call.
     """
     tensors = [each for each in inputs.arguments if not (row.in_place and each.requires_grad)]
     if row.mode != "fwd":
@@ -37,7 +38,7 @@ def peak_bytes(row: Row, make: Callable[[], Call], inputs: Inputs) -> int:
         return call
 
     if (device := inputs.grad_out.device).type == "cuda":
-        gc.collect()  # memory freed meanwhile would be missing from the growth
+        gc.collect()  # memory that is freed during the calls would be missing from the growth
         before = torch.cuda.memory_allocated(device)
         call = warm_up()
         torch.cuda.reset_peak_memory_stats(device)
@@ -45,8 +46,8 @@ def peak_bytes(row: Row, make: Callable[[], Call], inputs: Inputs) -> int:
         grown = torch.cuda.max_memory_allocated(device)
         del call
         gradients = sum(each.grad.nbytes for each in inputs.differentiable if each.grad is not None)
-        # Memory of earlier calls that was freed meanwhile is no part of the growth. Gradients, which stay, would hide
-        # it.
+        # Memory of earlier calls that was freed during these calls is no part of the growth. The gradients stay, and
+        # would hide it.
         grown -= min(before, torch.cuda.memory_allocated(device) - gradients)
     else:
         call, kept = allocations(warm_up)

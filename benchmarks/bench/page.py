@@ -1,6 +1,5 @@
-"""The two pages of a device, drawn from the result files in its folder alone. README.md has an operator's longest
-rows, its curves, and the rows where a peer is ahead; details.md has every other row. `python benchmarks page` draws
-them.
+"""The two pages of a device, drawn only from the result files in its folder. README.md has an operator's longest rows,
+its curves, and the rows in which a peer is ahead; details.md has every other row. `python benchmarks page` draws them.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Folder:
 
 
 def draw(path: Path, operators: Sequence[Operator], names: Iterable[str] | None = None) -> None:
-    """The curves of these files, or of every file, then the pages."""
+    """Draws the curves of these files, or of every file, then the pages."""
     folder = Folder(path, operators)
     if not folder.files:
         example = results.file_name(operators[0].name, PROTOCOLS[0])
@@ -83,7 +82,7 @@ def draw(path: Path, operators: Sequence[Operator], names: Iterable[str] | None 
             where = f"{device}, eaves {of['eaves']}, torch {of['torch']}"
             for picture in plot.draw(pictures, op, content["protocol"], folder.tables[name], where):
                 say(f"# wrote {picture}")
-    except InvalidArgument as error:  # without matplotlib there are pages all the same
+    except InvalidArgument as error:  # without matplotlib the pages are drawn all the same
         print(f"# no curves are drawn: {error}", file=sys.stderr)
     for name, text in texts(folder).items():
         results.write(path / name, text)
@@ -143,7 +142,7 @@ def _images(folder: Folder, operator: Operator, *names: str) -> list[str]:
 
 
 def _files(folder: Folder) -> list[str]:
-    """For each file the device, the date and the versions."""
+    """A table with the device, the date and the versions of each file."""
     lines = [["measured", "device", "commit", "date", "versions"]]
     for name, head in folder.files.items():
         has_gpu = head["cuda"] is not None
@@ -179,7 +178,7 @@ def _details(folder: Folder) -> list[str]:
 
 
 def _not_measured(folder: Folder) -> list[str]:
-    """Result files and providers that are missing."""
+    """The missing result files and providers."""
     lines: list[str] = []
     for operator in folder.operators:
         for protocol in PROTOCOLS:
@@ -197,7 +196,7 @@ def _not_measured(folder: Folder) -> list[str]:
 
 
 def _reason(provider: Provider, content: dict[str, Any]) -> str:
-    """Why a provider has no row in a result file, by what the file says."""
+    """The reason that a provider has no row in a result file, from the facts in the file."""
     if provider.needs_gpu and content["cuda"] is None:
         return "needs a GPU"
     if not content["versions"].keys() >= set(provider.packages):

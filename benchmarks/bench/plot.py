@@ -1,8 +1,9 @@
-"""The curves, as PNG: time / limit and memory / limit over the size, a panel for each table, and time over memory of an
-operator's longest rows, a point for each provider.
+"""The curves, as PNG: time / limit and memory / limit over the size, with a panel for each table; and time over memory
+of an operator's longest rows, with a point for each provider.
 
-The axis of time / limit ends at 2, so that 2 % can be seen, or beyond it where eaves and the best peer do; what others
-take more lies on its edge. matplotlib is imported here, and this file only where curves are asked for.
+The axis of time / limit ends at 2, so that 2 % are visible, or higher if eaves and the best peer need it. Other
+providers beyond the end are drawn on the edge. matplotlib is imported here, and only a request for curves imports this
+file.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
-from PIL import Image  # which matplotlib needs
+from PIL import Image  # a dependency of matplotlib
 
-# Okabe and Ito's palette, which colour-blind people can tell apart, without its yellow and black, and dark ones.
+# Okabe and Ito's palette, which colour-blind people can tell apart, without its yellow and black, and dark colours.
 _COLOURS = (
     *("#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7"),
     *("#E69F00", "#8C510A", "#666666", "#332288", "#117733", "#882255", "#999933", "#661100", "#44AA99", "#DDCC77"),
@@ -52,7 +53,7 @@ _BEYOND = (3, 5, 8, 12, 20, 30, 50, 80, 120)
 
 
 def draw(folder: Path, op: str, protocol: str, all_tables: Sequence[Table], where: str) -> list[Path]:
-    """The files written, of one operator by one protocol; `where` is the line below each title."""
+    """Draws one operator by one protocol, and returns the files. `where` is the line below each title."""
     curves = [table for table in all_tables if table.is_curve and EAVES in table.names("ms")]
     main = [table for table in headline(all_tables)[0] if table in curves]
     written = []
@@ -102,8 +103,8 @@ def figure(count: int, panel: Callable[[Axes, int], None], title: str) -> Figure
 
 
 def save(drawn: Figure, path: Path) -> None:
-    """With few colours, a third as large, and without the name of the program that wrote it: one drawing is one file,
-    byte for byte."""
+    """Saves with few colours, which takes a third of the size, and without the name of the writing program: the same
+    drawing is the same file, byte for byte."""
     pixels = BytesIO()
     drawn.savefig(pixels, dpi=100, format="png", metadata={"Software": None})
     with Image.open(pixels) as image:
@@ -122,12 +123,12 @@ def _ratio_panel(axes: Axes, table: Table, kind: Kind) -> None:
         compared = [case.ratio(name, LIMIT, kind) for case in table.cases for name in (EAVES, case.best_peer(kind))]
         largest = max((ratio for ratio in compared if ratio is not None), default=0)
         beyond = next((count for count, tick in enumerate((ticks[-1], *_BEYOND)) if tick >= largest), len(_BEYOND))
-        if beyond:  # labels of small steps would lie on each other
+        if beyond:  # labels of small steps would overlap
             ticks = (*(tick for tick in ticks if tick <= 1 or tick >= 1.5), *_BEYOND[:beyond])
     for place, name in enumerate(each for each in table.names(kind) if each != LIMIT):
         ratios = [case.ratio(name, LIMIT, kind) for case in table.cases]
         shown = [math.nan if ratio is None else min(max(ratio, ticks[0]), ticks[-1]) for ratio in ratios]
-        # Curves that lie on each other are all seen: eaves is a broad line, each that follows is narrower, on top.
+        # Curves that coincide stay visible: eaves is a broad line, and each next one is narrower, on top.
         axes.plot([case.size for case in table.cases], shown, linewidth=max(1.2, 3.6 - 0.5 * place), markersize=5,
                   clip_on=False, zorder=3 + 0.1 * place, **_style(name))  # fmt: skip
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--", zorder=2)

@@ -1,7 +1,7 @@
-"""The command line of `python benchmarks`. One sentence on stderr says what was wrong.
+"""The command line of `python benchmarks`. One sentence on stderr names an error.
 
 Exit codes: 0 done, or the reader of a pipe has left; 1 the device or the system failed; 2 an argument is wrong; 130 the
-run was stopped.
+run was interrupted.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ measured .partial.json, the curves (which need matplotlib) and the pages."""
 
 
 def parse_shape(text: str, operator: Operator) -> Mapping[str, Any]:
-    """rows=2048,dim=768,v=50257; grid=64x64."""
+    """A shape such as rows=2048,dim=768,v=50257 or grid=64x64."""
     parts = [part.partition("=") for part in text.split(",")]
     try:
         shape = {key: [int(size) for size in value.split("x")] if key == "grid" else int(value)
@@ -111,7 +111,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(argv: Sequence[str], operators: Sequence[Operator]) -> argparse.Namespace:
-    """With `operators` and `protocols` filled in, and `shape` parsed; without a folder to write `results` is None."""
+    """The arguments, with `operators` and `protocols` filled in and `shape` parsed. `results` is None without a
+    folder."""
     parsed = _parser().parse_args(argv)
     for name, low, high in (("repetitions", 1, 100000), ("warm_up_ms", 0, 60000), ("threads", 0, os.cpu_count() or 1)):
         if not low <= (value := getattr(parsed, name)) <= high:
@@ -135,7 +136,7 @@ def parse_arguments(argv: Sequence[str], operators: Sequence[Operator]) -> argpa
 
 
 def main(argv: Sequence[str] | None = None, operators: Sequence[Operator] = OPERATORS) -> int:
-    """Returns the exit code."""
+    """Runs a command and returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
     try:
         code = 0

@@ -1,5 +1,5 @@
-"""The tables that xopes published, as they were published: titles, rows, order, units and digits. published.txt states
-them, the provider of each column (`=`), and why a column differs from the published one (`~`).
+"""Draws the tables that xopes published in their published form: titles, rows, order, units and digits. published.txt
+has these tables, the provider of each column (`=`), and the reason that a column differs from the published one (`~`).
 
     python benchmarks published linear_cross_entropy
 
@@ -65,7 +65,7 @@ class Document(NamedTuple):
     operator: Operator
 
     def providers(self) -> dict[str, Provider]:
-        """By their columns."""
+        """The providers by their columns."""
         found = {provider.name: provider for provider in self.operator.providers}
         for source in self.notation.values():
             if ":" in source:
@@ -80,7 +80,7 @@ class Document(NamedTuple):
 
 
 def documents() -> dict[str, Document]:
-    """By their names, in their order."""
+    """The documents by their names, in their order."""
     operators, found = {each.name: each for each in OPERATORS}, {}
     for part in _PARTS:
         name, card = re.findall(r"^## (\w+), .* (\w+)$", part, re.M)[0]
@@ -96,7 +96,7 @@ def documents() -> dict[str, Document]:
 
 
 def title(case: Mapping[str, Any], quantity: str) -> str:
-    """The table of a row's "speed" or "memory"."""
+    """The title of the table that has a row's "speed" or "memory"."""
     name, options = case["op"], case["options"]
     sizes = [f"{key}{size}" for key, size in case["shape"].items() if key not in ("n", "v")]
     before, behind = [], []
@@ -136,7 +136,7 @@ def columns_of(document: Document, columns: Mapping[str, str], entries: Sequence
 
 
 def digits(column: Sequence[float | None]) -> list[str]:
-    """As pandas prints them: six decimals without the zeros at the end that all have. "-": no number."""
+    """The numbers as pandas prints them: six decimals without the zeros that all have at the end; "-" for no number."""
     texts = ["-" if number is None else f"{number:.6f}" for number in column]
     while set(texts) != {"-"} and all(re.search(r"^-$|\.\d+0$", text) for text in texts):
         texts = [text[:-1] or text for text in texts]
@@ -144,14 +144,14 @@ def digits(column: Sequence[float | None]) -> list[str]:
 
 
 def text_of(table: Table, columns: Columns) -> str:
-    """As pandas prints it."""
+    """The table as pandas prints it."""
     lines = [["", *map(str, range(len(table.sizes)))], [table.axis, *digits(table.sizes)]]
     lines += [[column, *digits(numbers)] for column, numbers in columns.items()]
     return f"{table.title}:\n{aligned(list(zip(*lines)))}"
 
 
 def differences(document: Document, table: Table, columns: Columns) -> list[str]:
-    """A line for each column that is off by more than a tenth of the published one somewhere."""
+    """A line for each column that is anywhere off by more than a tenth of the published one."""
     lines = []
     for column in document.notation:
         pairs = zip(table.sizes, columns.get(column, ()), columns.get(f"published {column}", ()))
@@ -165,7 +165,7 @@ def differences(document: Document, table: Table, columns: Columns) -> list[str]
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The names by the text that they have in common."""
+    """The names, grouped by the text that they share."""
     groups: dict[str, dict[str, None]] = {}
     for name, common in pairs:
         groups.setdefault(common, {})[f"`{name}`"] = None
@@ -222,8 +222,8 @@ _PASSES = 4
 
 
 def estimated_ms(todo: Sequence[tuple[Row, int]], device: torch.device, repetitions: int) -> float:
-    """How long rows take with so many providers: their bytes and products at the rates of a copy and a product here,
-    and torch.compile, which compiles each row."""
+    """The estimated time of rows with their numbers of providers: bytes and products at the rates of a copy and a
+    product here, and torch.compile's time for each row."""
 
     def timed_ms(run: Callable[[], object]) -> float:
         wait = torch.zeros((), device=device).item

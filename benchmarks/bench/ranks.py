@@ -1,11 +1,12 @@
-"""The cost of a head, or of logits, cut over ranks: time, memory and efficiency beside one rank with the whole, and the
-time of each collective of a call. Starts the ranks itself, a GPU each, or processes on the CPU with gloo.
+"""Measures the cost of a head, or of logits, cut over ranks: time, memory and efficiency against one rank with the
+whole, and the time of each collective of a call. Starts the ranks itself, each with a GPU, or as processes on the CPU
+with gloo.
 
     python benchmarks ranks --ranks 2 --json ranks.json
 
-Times are the slowest rank's, after a barrier. The efficiency of N ranks is the time of one rank on the whole,
-while the others wait, over N times theirs. The plan for more ranks is arithmetic: a rank's share of the whole's time,
-and the collectives of a call, whose bytes take as long as the bandwidth measured here says, as if nothing hid them.
+Times are the slowest rank's, after a barrier. The efficiency of N ranks is the time of one rank on the whole, while the
+others wait, divided by N times the time of the N ranks. The plan for more ranks is arithmetic: a rank's share of the
+whole's time, plus the collectives of a call at the bandwidth measured here, as if nothing hid them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .device import find_device, synchronize
 from .head import Shape, head_tensors, parse_shape
 from .timing import Timer
 
-_STATISTIC_BYTES = 44  # of a row and a rank: ten numbers and the target
+_STATISTIC_BYTES = 44  # for a row and a rank: ten numbers and the target
 _PLAN = (2, 4, 8)
 
 
@@ -70,13 +71,13 @@ def _eaves_logits(inplace: bool) -> Forward:
 
 
 def _loss_parallel_of_head(hidden: Tensor, head: Tensor, target: Tensor, group: Any) -> Tensor:
-    """As torchtitan calls it: the product's DTensor, and torch's cross_entropy under loss_parallel."""
+    """The head as torchtitan calls it: the product's DTensor, and torch's cross_entropy under loss_parallel."""
     whole: Tensor = _SummedGradient.apply(hidden, group)  # type: ignore[no-untyped-call]
     return _loss_parallel_of_logits(whole @ head.t(), target, group)
 
 
 class _SummedGradient(torch.autograd.Function):
-    """A tensor that each rank has whole, while each computes a part of its gradient."""
+    """A tensor that each rank has whole, although each rank computes a part of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -144,7 +145,8 @@ def _own(case: Case, tensors: tuple[Tensor, ...], rank: int, ranks: int) -> list
 
 
 def _measured(forward: Forward, tensors: Sequence[Tensor], group: Any, repetitions: int) -> tuple[list[float], int]:
-    """The milliseconds of each repetition, the slowest rank's or without a group this rank's, and the peak in bytes."""
+    """The milliseconds of each repetition, of the slowest rank or without a group of this rank, and the peak in
+    bytes."""
     leaves, device = [each.detach().requires_grad_(each.is_floating_point()) for each in tensors], tensors[0].device
 
     def run() -> None:
@@ -184,7 +186,7 @@ def _rows_of(case: Case, device: torch.device, repetitions: int) -> Iterator[dic
             times, peak_bytes = _measured(forward, _own(case, whole, rank, ranks), group, repetitions)
             row |= {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
             row["peak_bytes"] = peak_bytes
-        except Exception as error:  # of another package: on all ranks alike
+        except Exception as error:  # an error of another package, on all ranks alike
             row["skipped"] = reason(error)
             yield row
             continue
@@ -200,13 +202,13 @@ def _rows_of(case: Case, device: torch.device, repetitions: int) -> Iterator[dic
 
 
 def _received(case: Case, ranks: int) -> tuple[int, int]:
-    """The bytes that a rank receives of the statistics of rows, and of the gradient of the input."""
+    """The bytes that a rank receives: the statistics of the rows, and the gradient of the input."""
     gradient_bytes = case.batch * case.features * case.dtype.itemsize
     return (ranks - 1) * case.batch * _STATISTIC_BYTES, 2 * (ranks - 1) * gradient_bytes // ranks
 
 
 def _collectives(case: Case, device: torch.device, repetitions: int) -> list[dict[str, Any]]:
-    """The collectives of a call, alone."""
+    """Measures the collectives of a call alone."""
     group: Any = distributed.group.WORLD
     ranks = distributed.get_world_size()
     statistics_of_rows = torch.zeros(case.batch * _STATISTIC_BYTES, dtype=torch.uint8, device=device)
@@ -226,7 +228,7 @@ def _collectives(case: Case, device: torch.device, repetitions: int) -> list[dic
 
 
 def plan(case: Case, one_rank_ms: float, collectives: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """More ranks than were measured, by arithmetic, for the head of linear_cross_entropy."""
+    """The times of more ranks than were measured, by arithmetic, for the head of linear_cross_entropy."""
     found = []
     for ranks in _PLAN:
         received, share = _received(case, ranks), one_rank_ms / ranks
@@ -269,8 +271,8 @@ def _on_a_rank(rank: int, arguments: Namespace, rendezvous: str) -> None:
     distributed.barrier()
     distributed.destroy_process_group()
     sys.stdout.flush()
-    # A DeviceMesh keeps gloo's threads alive. One of them that frees a tensor while the interpreter ends would abort
-    # the process ("terminate called without an active exception"), so that it ends here.
+    # A DeviceMesh keeps gloo's threads alive. If one of them freed a tensor while the interpreter ends, it would abort
+    # the process ("terminate called without an active exception"), so the process ends here.
     os._exit(0)
 
 

@@ -1,5 +1,5 @@
-"""Result files: the JSON of `eaves bench --json`, with every provider's lines and the versions of all packages; and the
-names of files and folders of results."""
+"""Result files: the JSON of `eaves bench --json`, with every provider's lines and the versions of all packages. Also
+the names of files and folders of results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .harness import Entry
 
 
 def result(rows: Sequence[Entry], device: torch.device, protocol: str, packages: Iterable[str] = ()) -> dict[str, Any]:
-    """Schema 1."""
+    """The content of a result file, schema 1."""
     info = _info.extension()
     is_gpu = device.type == "cuda"
     head: dict[str, Any] = {
@@ -86,14 +86,14 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def file_name(operator: str, protocol: str, is_partial: bool = False) -> str:
-    """The name of a result file in the folder of a device. While an operator is measured, its rows are in a file of
-    another name, which no page shows."""
+    """The name of a result file in the folder of a device. An operator that is still being measured has its rows in a
+    partial file, which no page shows."""
     return f"{operator}_{protocol}{'.partial' if is_partial else ''}.json"
 
 
 def folder_name(device: str, is_gpu: bool) -> str:
-    """nvidia-h200, amd-epyc-7b13: the words of the device's name. Words in brackets are left out ("Intel(R)", "(2
-    threads)"), and words that only say that it is a CPU ("64-Core Processor", "CPU @ 2.20GHz")."""
+    """The words of the device's name: nvidia-h200, amd-epyc-7b13. Leaves out words in brackets ("Intel(R)", "(2
+    threads)") and words that only say that the device is a CPU ("64-Core Processor", "CPU @ 2.20GHz")."""
     name = re.sub(r"\([^()]*\)", " ", device.lower())
     if not is_gpu:
         name = re.sub(r"@.*|\bwith .*|\bw/.*|\b\w+-core\b|\bprocessor\b|\bcpu\b", " ", name)
@@ -101,7 +101,7 @@ def folder_name(device: str, is_gpu: bool) -> str:
 
 
 def check_folder(argument: str, path: str | Path) -> Path:
-    """Makes the folder. Before minutes of measuring, so that a wrong path is known at once."""
+    """Makes the folder. Called before minutes of measuring, so that a wrong path fails at once."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -119,7 +119,7 @@ def check_file(argument: str, path: str) -> Path:
 
 
 def write(path: Path, content: str | dict[str, Any]) -> None:
-    """Text or JSON. The file exists whole or not at all: it is written beside its place and moved there."""
+    """Writes text or JSON. The file exists whole or not at all: it is written beside its place and moved there."""
     text = content if isinstance(content, str) else json.dumps(content, indent=1, allow_nan=False) + "\n"
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,7 +1,7 @@
-"""A run: finds the providers that are installed, measures row after row, prints each table as it comes, and keeps the
-rows in the folder of the device where one is named.
+"""A run: finds the installed providers, measures row after row, prints each table when it is complete, and keeps the
+rows in the folder of the device if one is named.
 
-What can be refused is refused before anything is measured.
+All refusals come before the first measurement.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def run_bench(arguments: Namespace, operators: Sequence[Operator]) -> None:
 
 
 def _is_lost() -> bool:
-    """Whether nothing can be shown any more."""
+    """True if the output can show nothing any more."""
     return _command_line._failure is not None
 
 
 def _measure(arguments: Namespace, part: _Part, device: torch.device, folder: Path | None) -> list[Entry]:
-    """Measures and prints table after table. In a folder the rows are written after each, since a machine that goes
-    away says nothing before."""
+    """Measures and prints table after table. With a folder, writes the rows after each table, because a machine may go
+    away without notice."""
     harness = Harness(device, part.protocol, arguments.repetitions)
     partial, whole = (results.file_name(part.operator.name, part.protocol, each) for each in (True, False))
     found: list[Entry] = []
@@ -125,7 +125,7 @@ def _parts(arguments: Namespace, device: torch.device) -> list[_Part]:
 
 
 def installed(providers: Iterable[Provider], device: torch.device, said: set[str] | None = None) -> list[Provider]:
-    """The providers that load. A line on stderr says why another does not, unless its name is in `said`."""
+    """The providers that load. A line on stderr says why another does not load, unless its name is in `said`."""
     found, said = [], set() if said is None else said
     for provider in providers:
         try:
@@ -133,7 +133,7 @@ def installed(providers: Iterable[Provider], device: torch.device, said: set[str
                 raise RuntimeError("needs a GPU")
             provider.load()
             found.append(provider)
-        except Exception as error:  # whatever an import of another package may raise
+        except Exception as error:  # the import of another package may raise anything
             if provider.name not in said:
                 print(f"# {provider.name} is left out: {reason(error)}", file=sys.stderr)
             said.add(provider.name)
@@ -141,8 +141,8 @@ def installed(providers: Iterable[Provider], device: torch.device, said: set[str
 
 
 def _folder(arguments: Namespace, parts: Sequence[_Part], operators: Sequence[Operator], device: torch.device) -> Path:
-    """The device's folder, which may hold files of this device alone. Without --replace a file may not lose numbers
-    that this run does not measure again."""
+    """The device's folder, which may only hold files of this device. Without --replace a file may not lose numbers that
+    this run does not measure again."""
     name = results.folder_name(device_name(device), device.type == "cuda")
     folder = results.check_folder("--results", Path(arguments.results, name))
     stored = results.read(folder, [operator.name for operator in operators])

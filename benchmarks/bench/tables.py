@@ -1,7 +1,7 @@
-"""Tables as text and as Markdown, sentences, and the rows where a peer is faster, from the lines of result files.
+"""Tables as text and as Markdown, sentences, and the rows in which a peer is faster, from the lines of result files.
 
-Lines that differ in nothing but one length are a table; cases that are alone stand together in one of other rows. In a
-table each provider has a line, and each length a column.
+Lines that differ only in one length form a table; all single cases share one table of other rows. In a table each
+provider has a line, and each length a column.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Case:
         return above / below if above is not None and below else None
 
     def best_peer(self, kind: Kind) -> str | None:
-        """The peer with the least."""
+        """The peer with the least number."""
         values = {name: self.value(name, kind) or math.inf for name in filter(is_peer, self.entries)}
         return min((name for name in values if values[name] < math.inf), key=lambda name: values[name], default=None)
 
@@ -81,7 +81,7 @@ class Table:
         return len(self.cases) > 1 and self.words != OTHERS
 
     def names(self, kind: Kind) -> list[str]:
-        """The names of the lines; `limit`, which is no call from Python, costs the host nothing."""
+        """The names of the lines. `limit` is no call from Python, so it costs the host nothing."""
         names = dict.fromkeys(name for case in self.cases for name in case.entries if name != LIMIT)
         with_numbers = [name for name in names if any(case.value(name, kind) is not None for case in self.cases)]
         return with_numbers + ([LIMIT] if with_numbers and kind != "host_ms" else [])
@@ -91,12 +91,12 @@ OTHERS = "other rows"
 
 
 def is_peer(name: str) -> bool:
-    """eaves-memory is eaves too."""
+    """True for a provider other than eaves; eaves-memory is eaves too."""
     return name.split("-")[0] != EAVES and name != LIMIT
 
 
 def three(value: float | None) -> str:
-    """Three significant digits; "-" where there is no number."""
+    """Three significant digits; "-" for no number."""
     if value is None:
         return "-"
     digits = 2 - int(f"{value:.2e}".partition("e")[2]) if value > 0 else 0
@@ -126,7 +126,7 @@ def _described(entry: Entry) -> tuple[str, int, str, str]:
 
 
 def tables(entries: Iterable[Entry]) -> list[Table]:
-    """In the order of their first lines. If a file has a case twice, the first is shown."""
+    """The tables in the order of their first lines. If a file has a case twice, the first is shown."""
     found: dict[tuple[str, str, str, str], dict[str, Case]] = {}
     for entry in entries:
         axis, size, others, all_words = _described(entry)
@@ -151,7 +151,7 @@ def tables(entries: Iterable[Entry]) -> list[Table]:
 
 
 def cells(table: Table, kind: Kind) -> list[list[str]]:
-    """Heads, a line for each provider, and the ratios."""
+    """The cells: heads, a line for each provider, and the ratios."""
     heads = [str(case.size) if table.is_curve or len(table.cases) == 1 else f"({number})"
              for number, case in enumerate(table.cases, 1)]  # fmt: skip
     names = table.names(kind)
@@ -195,7 +195,7 @@ def wrapped(text: str, indent: str = "  ") -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns, the first on the left."""
+    """The lines with aligned columns, the first column on the left."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join(
         line[0].ljust(widths[0]) + "".join(f"  {cell:>{width}}" for cell, width in zip(line[1:], widths[1:]))
@@ -209,14 +209,14 @@ def text_table(table: Table, kind: Kind) -> str:
 
 
 def markdown(lines: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """A table whose first columns are words."""
+    """A table in Markdown; its first `left` columns are words."""
     rule = "|" + "|".join(["---"] * left + ["---:"] * (len(lines[0]) - left)) + "|"
     drawn = [f"| {' | '.join(line)} |" for line in lines]
     return [drawn[0], rule, *drawn[1:], ""]
 
 
 def code(words: str) -> str:
-    """A provider's own message, in which nothing shall be Markdown."""
+    """A provider's own message, as code, so that nothing in it is Markdown."""
     return f"`{words.replace('`', chr(39))}`"
 
 
@@ -235,7 +235,7 @@ def headline(all_tables: Sequence[Table]) -> tuple[list[Table], list[Case]]:
 
 
 def headline_table(all_tables: Sequence[Table]) -> list[list[str]]:
-    """Provider, ms and MiB of the longest row, each provider that was measured there."""
+    """Provider, ms and MiB of the longest row, for each provider that was measured there."""
     chosen, cases = headline(all_tables)
     names = dict.fromkeys(name for table in chosen for name in table.names("ms") if name != LIMIT)
     heads = ["provider"]
@@ -268,8 +268,8 @@ def _best_by_eaves(cases: Iterable[Case], kind: Kind) -> list[_Pair]:
 
 
 def summary(all_tables: Sequence[Table]) -> list[str]:
-    """A sentence for each operator and mode: how far from the limit, and from the best peer. They leave out rows that a
-    busy machine disturbed; one more sentence says how many."""
+    """A sentence for each operator and mode: its distance from the limit, and from the best peer. The sentences leave
+    out rows that a busy machine disturbed; one more sentence says how many."""
     sentences = []
     all_rows, left_out = 0, 0
     for (op, mode), group in _grouped(all_tables, lambda table: (table.op, table.mode)).items():
@@ -297,7 +297,7 @@ def summary(all_tables: Sequence[Table]) -> list[str]:
 
 
 def _range(ratios: Iterable[float]) -> str:
-    """0.500 to 0.750, or one number where they are the same."""
+    """The range as text: 0.500 to 0.750, or one number if both ends are equal."""
     known = list(ratios)
     return " to ".join(dict.fromkeys((three(min(known)), three(max(known)))))
 
@@ -313,7 +313,7 @@ def _grouped(items: Iterable[Any], key: Callable[[Any], tuple[str, ...]]) -> dic
 
 
 def slower(all_tables: Sequence[Table]) -> list[list[str]]:
-    """By operator, mode and quantity, the rows whose best peer is below eaves by more than noise."""
+    """The rows with a best peer below eaves by more than noise, by operator, mode and quantity."""
     lines = [["operator", "mode", "what", "rows", "where", "best peer / eaves, at worst", "peer"]]
     for (op, mode), group in _grouped(all_tables, lambda table: (table.op, table.mode)).items():
         for kind, _, what in _KINDS:
@@ -327,7 +327,7 @@ def slower(all_tables: Sequence[Table]) -> list[list[str]]:
 
 
 def as_good(all_tables: Sequence[Table]) -> list[list[str]]:
-    """The rows where a peer takes less time or memory than a provider of eaves, and no more of the other."""
+    """The rows in which a peer takes less time or memory than a provider of eaves, and no more of the other."""
     groups: dict[tuple[str, str, str, str], list[_Pair]] = {}
     for table in all_tables:
         for case in table.cases:
@@ -349,7 +349,7 @@ def as_good(all_tables: Sequence[Table]) -> list[list[str]]:
 
 
 def _sizes(pairs: Sequence[_Pair]) -> str:
-    """v 1024, 8192; n 64 to 131072."""
+    """The sizes as text: v 1024, 8192; n 64 to 131072."""
     parts = []
     for (axis,), group in _grouped(pairs, lambda pair: (pair.case.words.split()[0],)).items():
         sizes = sorted({pair.case.size for pair in group})

@@ -1,15 +1,15 @@
-"""The one loop that times calls, for PyTorch, JAX and ranks. It knows neither rows nor operators, only calls.
+"""The one loop that times calls, for PyTorch, JAX and ranks. It knows neither rows nor operators.
 
-Calls take turns: one repetition calls each contestant once, so that all see the same clocks. `Timer` is that loop. What
-a call has to have prepared (a copy of inputs that it overwrites, a barrier of all ranks) comes before its time begins.
+Calls take turns: one repetition calls each contestant once, so all see the same clocks. `Timer` is that loop. The
+preparation of a call (a copy of inputs that it overwrites, a barrier of all ranks) comes before its time begins.
 
 `ColdTimer` is the loop for PyTorch's devices, with cold caches (docs/performance.md). On a GPU all repetitions are
 enqueued before any is waited for. Reading the buffer lasts longer than the host needs for a call, so the events around
-a call see the device's work, not Python. `host_ms` is Python's time, of calls enqueued back to back.
+a call measure the device's work, not Python. `host_ms` is Python's time, for calls enqueued back to back.
 
-On a CPU the clock times a call, Python and all: the cold interpreter costs a call 0.1 to 0.2 ms (AMD EPYC), a warm one
+On a CPU the clock times a call including Python: the cold interpreter costs a call 0.1 to 0.2 ms (AMD EPYC), a warm one
 0.02 ms. Outputs are fresh memory. A virtual machine may give large free pages back to its host within two seconds, and
-the next call waits for them. So each timed call follows one that is not timed, as in a loop that trains.
+the next call waits for them. So an untimed call precedes each timed call, as in a training loop.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .benchmark import normal, reason
 from .calls import Call, nothing
 from .device import Stopwatch, free_memory_bytes, last_cache_bytes, now_ms, stream_bytes, synchronize
 
-# There are fewer repetitions, but not below five, where all would take longer than this for each contestant.
+# If all repetitions would take longer than this for each contestant, there are fewer, but at least five.
 _SLOW_CONTESTANT_MS = 1000.0
 _MINIMUM_REPETITIONS = 5
 _WARM_UP_CALLS = 3
 
-# Back to back, in rounds that are waited for: a GPU takes about a thousand launches before the host has to wait, and an
-# operator's eager backward is about ten. Where calls keep the GPU busy for long a round has fewer, but not below three:
-# as many as have room in _HOST_MS; and there are no more rounds than have room in that time for each contestant.
+# Calls are enqueued back to back, in rounds that are waited for: a GPU takes about a thousand launches before the host
+# has to wait, and an operator's eager backward is about ten. If calls keep the GPU busy for long, a round has as many
+# as fit in _HOST_MS, at least three. There are at most as many rounds as fit in that time for each contestant.
 _HOST_ROUNDS = 5
 _MOST_HOST_CALLS = 20
 _MINIMUM_HOST_CALLS = 3
@@ -52,11 +52,11 @@ class Contestant:
         self._calls = calls
 
     def prepare(self, index: int) -> None:
-        """The preparation of the call on the set whose turn it is."""
+        """Runs the preparation of the call on the set whose turn it is."""
         self._try(index, "prepare")
 
     def run(self, index: int) -> object:
-        """That call. An error of either is kept, and ends this contestant."""
+        """Runs that call. An error of either is kept, and ends this contestant."""
         return self._try(index, "run")
 
     def cell(self) -> Cell:
@@ -72,20 +72,20 @@ class Contestant:
             return None
         try:
             return getattr(self._calls[index % len(self._calls)], what)()
-        except Exception as error:  # a provider's code: whatever it raises, the others go on
+        except Exception as error:  # a provider may raise anything; the others go on
             self.skipped = reason(error)
             return None
 
 
 class Timer:
-    """`wait` returns when the device has done what was enqueued. With `runs_twice` each call that is timed follows one
-    of its own that is not."""
+    """The loop. `wait` returns when the device has finished its enqueued work. With `runs_twice` an untimed call of the
+    same contestant precedes each timed call."""
 
     def __init__(self, device: torch.device, wait: Callable[[], None] = nothing, runs_twice: bool = False) -> None:
         self._device, self._wait, self._runs_twice = device, wait, runs_twice
 
     def time(self, calls: Mapping[str, Sequence[Call]], repetitions: int) -> dict[str, Contestant]:
-        """By the contestants' names; each has a call for each set."""
+        """The timed contestants by their names. `calls` has for each name a call for each set."""
         contestants = {name: Contestant(each) for name, each in calls.items()}
         # At least once on every set: a first call may fault pages in, or load a kernel.
         for index in range(max(_WARM_UP_CALLS, *map(len, calls.values()))):
@@ -104,12 +104,12 @@ class Timer:
     def _repeat(
         self, contestants: Mapping[str, Contestant], index: int, stopwatches: Mapping[str, Stopwatch] | None = None
     ) -> None:
-        """One repetition, enqueued."""
+        """Enqueues one repetition."""
         for name, contestant in contestants.items():
             if contestant.skipped:
                 continue
             if stopwatches is not None and self._runs_twice:
-                contestant.prepare(index - 1)  # of the set that is the last to come again
+                contestant.prepare(index - 1)  # on the set that comes again last
                 contestant.run(index - 1)
             contestant.prepare(index)
             self._flush_caches()
@@ -119,7 +119,7 @@ class Timer:
             stopwatches[name].start()
             output = contestant.run(index)
             stopwatches[name].stop()
-            del output  # not sooner: giving gigabytes back to the system takes milliseconds, and is no part of the call
+            del output  # not sooner: releasing gigabytes takes milliseconds that are no part of the call
 
     def _affordable(self, contestants: Mapping[str, Contestant], repetitions: int) -> int:
         """The number of repetitions. Ranks have to agree on it, so the loop by itself changes nothing."""
@@ -130,13 +130,13 @@ class Timer:
 
 
 def flush_bytes(is_gpu: bool, cache_bytes: int, free_bytes: int) -> int:
-    """How much is read so that nothing of use is left in the last cache."""
+    """The bytes to read so that nothing useful is left in the last cache."""
     wanted = max(4 * cache_bytes, 256 * 2**20) if is_gpu else 2 * cache_bytes
     return min(wanted, free_bytes // 4) // 256 * 256
 
 
 class ColdTimer(Timer):
-    """Cold caches, and fewer repetitions of slow calls."""
+    """The loop with cold caches, and with fewer repetitions of slow calls."""
 
     def __init__(self, device: torch.device) -> None:
         is_gpu = device.type == "cuda"
@@ -183,7 +183,7 @@ class ColdTimer(Timer):
         return max(statistics.median(each.host_ms or [0.0]) for each in contestants)
 
     def _affordable_host_calls(self, contestant: Contestant) -> int:
-        """In a round, by the time of one call to its end."""
+        """The number of calls in a round, from the time of one call to its end."""
         contestant.prepare(0)
         self._wait()
         begin = now_ms()
@@ -193,7 +193,7 @@ class ColdTimer(Timer):
         return min(_MOST_HOST_CALLS, max(_MINIMUM_HOST_CALLS, affordable))
 
     def _flushes_that_cover(self, host_ms: float) -> int:
-        """How often the buffer has to be read so that the device is busy for half as long again as the host."""
+        """The number of reads of the buffer that keep the device busy for one and a half times the host's time."""
         stopwatch, self._flushes = Stopwatch(self._device), 10
         stopwatch.start()
         self._flush_caches()
@@ -202,6 +202,6 @@ class ColdTimer(Timer):
         return max(1, math.ceil(1.5 * host_ms * self._flushes / stopwatch.elapsed_ms()))
 
     def _flush_caches(self) -> None:
-        # Reading, not writing: dirty lines would be written back during the measurement that follows.
+        # Reading, not writing, because dirty lines would be written back during the next measurement.
         for _ in range(self._flushes):
             stream_bytes(self._flush_source, self._no_destination, self._flush_bytes, 0)

@@ -1,7 +1,7 @@
-"""Is a provider computing the same thing? A loose comparison with eaves before anything is timed.
+"""Checks that a provider computes the same function: a loose comparison with eaves before anything is timed.
 
-It finds a wrong axis, a missing factor, a missing gradient, or one that has only its largest elements.
-Accuracy is another question, and the tests of eaves answer it.
+It finds a wrong axis, a missing factor, a missing gradient, or a gradient that has only its largest elements. It does
+not judge accuracy; the tests of eaves do.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from .benchmark import Forward, Inputs, Row
 
-# Relative to the largest value expected, and to the sum of the absolute values. A result of about 12 that is rounded to
+# Relative to the largest expected value, and to the sum of the absolute values. A result of about 12 rounded to
 # bfloat16 is off by up to 0.03, and so is the factor exp(x - out) of a gradient that is computed from it.
 _TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-3, torch.float64: 1e-6}
 
-# Compared piece by piece, so that the differences need little memory beside tensors of gigabytes.
+# Tensors are compared piece by piece, because whole differences of gigabytes need too much memory.
 _PIECE_ELEMENTS = 2**24
 
 Results = dict[str, Tensor]
@@ -23,7 +23,7 @@ Results = dict[str, Tensor]
 
 
 def results(row: Row, forward: Forward, inputs: Inputs) -> Results:
-    """The results of a provider for one set of inputs. In place, where it may overwrite them, it gets copies."""
+    """The results of a provider for one set of inputs. An in-place call gets copies, because it may overwrite them."""
     if row.in_place:
         inputs = inputs.remade()
     out = forward(*inputs.arguments)
@@ -37,7 +37,8 @@ def results(row: Row, forward: Forward, inputs: Inputs) -> Results:
 def difference(actual: Results, expected: Results, tolerance: float | None = None) -> str:
     """The difference of the results, in one line; nothing if they agree."""
     if tolerance is None:
-        # The coarsest dtype's: a peer may round where eaves does not, and then its gradients have the error of its out.
+        # The tolerance of the coarsest dtype: a peer may round when eaves does not, and its gradients then have that
+        # error.
         dtypes = {tensor.dtype for each in (actual, expected) for tensor in each.values()}
         tolerance = max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)  # integers have to be equal
     for name, wanted in expected.items():
@@ -45,7 +46,7 @@ def difference(actual: Results, expected: Results, tolerance: float | None = Non
         if found.shape != wanted.shape:
             return f"wrong result: {name} is {list(found.shape)}, of eaves {list(wanted.shape)}"
         largest, off, total, total_off = _sizes(found.reshape(-1), wanted.reshape(-1))
-        if not off <= tolerance * largest:  # so written, NaN is a difference
+        if not off <= tolerance * largest:  # in this form NaN is a difference
             return f"wrong result: {name} is off by {off:.3g} from that of eaves, at most {largest:.3g} large"
         # The gradient of a loss has one large element in each row, and half of its sum in the many small ones.
         if not total_off <= tolerance * total:

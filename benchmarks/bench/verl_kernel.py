@@ -1,6 +1,6 @@
 """verl's fused kernel, `linear_cross_entropy`, from the installed distribution without the packages around it, because
-their imports need ray and more. Empty packages stand in for them as long as the process lives, because the function
-imports its kernels when it is called. Importing this module does not look for verl; asking for the function does."""
+their imports need ray and more. Empty packages replace them for the life of the process, because the function imports
+its kernels when it is called. Importing this module does not look for verl; asking for the function does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m eaves info`: what this installation is and can do. `python -m eaves bench`: an operator beside PyTorch."""
+"""`python -m eaves info` describes this installation. `python -m eaves bench` times an operator beside PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the core answers about linear_cross_entropy before a call, for PyTorch and JAX alike."""
+"""Questions to the core about linear_cross_entropy before a call, for PyTorch and JAX alike."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def suits_speed_of(library: ctypes.CDLL) -> Callable[..., bool]:
-    """eaves_suits_speed of python/csrc/algorithm.cpp, whose arguments it takes by their places."""
+    """eaves_suits_speed of python/csrc/algorithm.cpp, as a function of positional arguments."""
     ask = library.eaves_suits_speed
     flag, size = ctypes.c_bool, ctypes.c_int64
     ask.restype = flag
@@ -17,7 +17,7 @@ def suits_speed_of(library: ctypes.CDLL) -> Callable[..., bool]:
 
 
 def kept_row_bytes_of(library: ctypes.CDLL) -> Callable[..., int]:
-    """eaves_kept_row_bytes of the same file."""
+    """eaves_kept_row_bytes of the same file, likewise."""
     ask = library.eaves_kept_row_bytes
     size = ctypes.c_int64
     ask.restype = size

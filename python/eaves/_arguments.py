@@ -1,6 +1,6 @@
-"""The losses' arguments that PyTorch's functions and JAX's have in common: the reduction, the options of a teacher, the
-names of outputs with the named tuples that return them, and the answers to keywords of other functions. Without PyTorch
-and without JAX."""
+"""The arguments that the losses share between PyTorch and JAX: the reduction, the options of a teacher, the names of
+outputs with the named tuples that return them, and the answers to keywords of other functions. Imports neither PyTorch
+nor JAX."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def reduction_of(op: str, reduction: str) -> int:
 
 
 def check_teacher_options(op: str, teacher: str, **options: object) -> None:
-    """`teacher`: the name of its argument; `options`: teacher_bias, teacher_scale and teacher_softcap."""
+    """Refuses options that do not fit the teacher. `teacher` is the name of its argument; `options` are teacher_bias,
+    teacher_scale and teacher_softcap."""
     for name, option in options.items():
         takes = ("teacher_hidden",) if name == "teacher_bias" else ("teacher_hidden", "teacher_logits")
         if option is not None and teacher not in takes:
@@ -38,7 +39,7 @@ def check_teacher_options(op: str, teacher: str, **options: object) -> None:
 
 
 def check_temperature_of_top_k(op: str, rest: str, is_one: bool) -> None:
-    """The rest at another temperature is unknown, and with it the distribution of the K and the rest."""
+    """Refuses a temperature other than 1 for "class" and "ignore", because the rest at another one is unknown."""
     if not is_one and rest in ("class", "ignore"):
         raise ValueError(
             f'{op}: temperature is given beside teacher_tokens and teacher_rest="{rest}", and the rest at another '
@@ -110,31 +111,31 @@ def output_names(op: str, outputs: object, known: Collection[str]) -> tuple[str,
     return tuple(names)
 
 
-_types: dict[tuple[str, ...], Any] = {}  # of named tuples, by their names and fields
+_types: dict[tuple[str, ...], Any] = {}  # the classes of named tuples, by their names and fields
 
 
 def named_outputs(kind: str, names: Sequence[str], values: Sequence[Any]) -> Any:
-    """A named tuple, whose class is the same for the same names."""
-    # As the class's __new__ does, which torch.compile would look for where the class comes from: from no variable.
+    """A named tuple. The same names give the same class."""
+    # Like the class's __new__, which torch.compile cannot find, because the class comes from no variable.
     return tuple.__new__(_type_of(kind, *names), values)
 
 
 def _type_of(*kind_and_fields: str) -> Any:
     if kind_and_fields not in _types:
         kind, *fields = kind_and_fields
-        make: Any = namedtuple  # to mypy a class whose fields it would have to know
+        make: Any = namedtuple  # Any, because mypy would have to know the fields
         made = make(kind, fields)
         made.__reduce__ = lambda self: (named_outputs, (kind, fields, tuple(self)))
         _types[kind_and_fields] = made
     return _types[kind_and_fields]
 
 
-# As torch.compiler.assume_constant_result does, which would load torch._dynamo: a graph cannot make a class.
+# The mark of torch.compiler.assume_constant_result, which would load torch._dynamo. A graph cannot make a class.
 _type_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 # -------------------------------------------------------------------------------------------- names of other functions
 
-# Names that other functions have, each with its parameter here: one that the function at hand has.
+# Keywords of other functions, each with the parameter here that replaces it, if the function at hand has it.
 _PARAMETERS = (
     ("temperature", "scale"),
     ("logit_scale", "scale"),
@@ -190,12 +191,12 @@ _PARAMETERS = (
     ("group", "axis_name"),
 )
 _TEMPERATURE = "scale=1 / temperature, and with a softcap c in front of the temperature softcap=c / temperature"
-_SWITCHES = ("shift", "accum_c_fp32", "accumulate_grad_in_fp32")  # off is how calls here are without them
+_SWITCHES = ("shift", "accum_c_fp32", "accumulate_grad_in_fp32")  # calls here behave as with these off
 _OF_HEAD = ("sequence_parallel", "reduce_input_grad", "reduce_dtype")  # fields of an eaves.Shard
 
 
 def answers_missing(function: _Function) -> _Function:
-    """The function. If it lacks a required argument, because it got the name that another function has for it, the
+    """Decorates a function. If a required argument is missing because the call used another function's name for it, the
     TypeError says which name to pass."""
 
     @functools.wraps(function)
@@ -213,7 +214,7 @@ def answers_missing(function: _Function) -> _Function:
 
 
 def refuse_unknown(op: str, unknown: Mapping[str, object], function: Callable[..., object]) -> NoReturn:
-    """Raises TypeError for keywords that `function` got and does not have."""
+    """Raises TypeError for keywords that `function` does not have."""
     hints = dict.fromkeys(_hint(name, value, function) for name, value in unknown.items())
     names = ", ".join(map(repr, unknown))
     what = f"an unexpected keyword argument {names}" if len(unknown) == 1 else f"unexpected keyword arguments {names}"
@@ -247,7 +248,7 @@ def _hint(name: str, value: object, function: Callable[..., object]) -> str:
 
 
 def _output_of(name: str, parameters: Mapping[str, object]) -> str | None:
-    """The name of the output for which another function has a return_*."""
+    """The name of the output that corresponds to another function's return_*."""
     known: tuple[str, ...] = LOG_PROB_OUTPUTS if "tokens" in parameters else LOSS_OUTPUTS
     if "teacher_hidden" in parameters:
         known = KL_DIV_OUTPUTS

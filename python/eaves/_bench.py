@@ -1,6 +1,6 @@
-"""`python -m eaves bench`: an operator beside PyTorch's formula and torch.compile of it, on the user's own shape.
+"""`python -m eaves bench`: times an operator beside PyTorch's formula and its torch.compile, on the user's own shape.
 
-The table has a training step's forward and backward, each with its end awaited, and the step's peak of memory. The
+The table has a training step's forward and backward, each timed until its end, and the step's peak of memory. The
 implementations take turns. The benchmark of the project's pages, with other libraries, cold caches and the limit of the
 device, is in the repository under benchmarks/.
 """
@@ -72,7 +72,7 @@ def _logits(dtype: torch.dtype, rows: int, classes: int) -> tuple[Tensor, ...]:
 
 
 def _head(dtype: torch.dtype, rows: int, dim: int, classes: int) -> tuple[Tensor, ...]:
-    """Hidden states, head, classes. The logits have a deviation of 1.3, as those of a model in training."""
+    """Hidden states, head, classes. The logits have a standard deviation of 1.3, as in a model in training."""
     hidden = (torch.randn(rows, dim) * (1.3 / dim**0.5)).to(dtype).requires_grad_()
     return hidden, torch.randn(classes, dim, dtype=dtype, requires_grad=True), torch.randint(classes, (rows,))
 
@@ -89,7 +89,7 @@ def _log_prob(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _lrpe_cosine(x: Tensor, theta: Tensor) -> Tensor:
-    """x [batch, length, heads, dim]; angles in float32, as models have them."""
+    """The formula for x, [batch, length, heads, dim], with angles in float32, as models have them."""
     phi = theta.float() * torch.arange(x.shape[1], device=x.device)[:, None, None]
     return torch.cat([x * phi.cos(), x * phi.sin()], -1).to(x.dtype)
 
@@ -147,15 +147,15 @@ def time_in_turns(
             gradients = step.backward(out)
             wait()
             end = time.perf_counter()
-            del out, gradients  # not sooner: giving memory back to the system takes time
+            del out, gradients  # not sooner, because giving memory back to the system takes time
             times[name].append(((middle - begin) * 1e3, (end - middle) * 1e3))
     return times
 
 
 def allocations(function: Callable[[], T]) -> tuple[T, list[int]]:
-    """What the function returns, and the bytes that it allocates (positive) and frees (negative) on the CPU, in order.
-    torch's profiler sees the memory of torch's allocator and no other."""
-    from torch.profiler import ProfilerActivity, profile  # which `info` has no use for
+    """The function's result, and the bytes that it allocates (positive) and frees (negative) on the CPU, in order.
+    torch's profiler sees only the memory of torch's allocator."""
+    from torch.profiler import ProfilerActivity, profile  # imported here, because `info` does not need it
 
     with _silent_stderr(), tempfile.TemporaryDirectory() as folder:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -170,7 +170,7 @@ def allocations(function: Callable[[], T]) -> tuple[T, list[int]]:
 
 @contextlib.contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Some versions of the profiler write a line to the process's stderr whenever they start and stop."""
+    """Silences stderr in the block, because some versions of the profiler write a line to it at start and stop."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -183,7 +183,7 @@ def _silent_stderr() -> Iterator[None]:
 
 
 def peak_of_call(run: Callable[[], object], device: torch.device) -> int:
-    """The peak of memory during a call, beside what was allocated before it."""
+    """The peak of memory during a call, without the memory that was allocated before it."""
     if device.type != "cuda":
         return max(accumulate(allocations(run)[1]), default=0)
     gc.collect()
@@ -196,7 +196,7 @@ def peak_of_call(run: Callable[[], object], device: torch.device) -> int:
 
 
 def reason(error: BaseException) -> str:
-    """Why there is no number, in one line."""
+    """The reason for a missing number, in one line."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     # The CPU's allocator raises a plain RuntimeError.
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in text:
@@ -207,7 +207,7 @@ def reason(error: BaseException) -> str:
 
 
 def _prepared(operator: Operator, inputs: Sequence[Tensor], device: torch.device) -> Iterator[tuple[str, Step, float]]:
-    """Name, step and MiB of the implementations that run here; a line says why another does not."""
+    """Name, step and MiB of each implementation that runs here. Prints a line for an implementation that does not."""
     compiled = torch.compile(operator.formula, fullgraph=True, dynamic=False)
     inputs_bytes = sum(each.nbytes for each in inputs)
     for name, function in (("eaves", operator.ours), ("torch", operator.formula), ("torch.compile", compiled)):
@@ -216,7 +216,7 @@ def _prepared(operator: Operator, inputs: Sequence[Tensor], device: torch.device
             for _ in range(_WARM_UP_CALLS):
                 step.run()
             yield name, step, (inputs_bytes + peak_of_call(step.run, device)) / 2**20
-        except Exception as error:  # a compiler that is missing, memory that does not suffice
+        except Exception as error:  # a missing compiler, too little memory
             if name == "eaves" and reason(error) != _NO_ROOM:
                 raise
             _command_line.say(f"{name} is left out: {reason(error)}")
@@ -237,7 +237,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """What was wrong with the arguments; nothing once the table is printed. MemoryError: the shape does not fit."""
+    """Prints the table. Returns the error in the arguments, or nothing. MemoryError: the shape does not fit."""
     operator, has_gpu = OPERATORS[arguments.operator], torch.cuda.is_available()
     keys, parts = operator.sizes.split(","), [part.partition("=") for part in arguments.shape.split(",")]
     sizes = {key: int(size) for key, _, size in parts if size.isdecimal()}

@@ -1,5 +1,5 @@
-"""What the command lines share: standard output, whose reader may leave early (`| head`) and which may be a full disk,
-and the parser, which answers a wrong argument in one sentence."""
+"""The shared code of the command lines: standard output, which may be a full disk or a pipe whose reader leaves early
+(`| head`), and the parser, which answers a wrong argument in one sentence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def say(text: str) -> None:
         print(text, flush=True)
     except OSError as error:
         _failure = error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor shall Python fail when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python fails at its exit
 
 
 def check() -> None:
@@ -30,18 +30,18 @@ def check() -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes no abbreviations, suggests the option that a mistyped one resembles, and reports a help text that cannot be
-    written."""
+    """A parser without abbreviations. It suggests the option that resembles a mistyped one, and reports a help text
+    that cannot be written."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         keywords.setdefault("allow_abbrev", False)
         super().__init__(*arguments, **keywords)
 
-    # Not in parse_args: there the parser of a command would leave its unknown options to the program's parser.
+    # parse_args would be too late: a command's parser would leave its unknown options to the program's parser.
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Refuses what it does not know, and suggests the nearest option."""
+        """Refuses unknown arguments, and suggests the nearest option."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             word = unknown[0].partition("=")[0]

@@ -1,5 +1,5 @@
-"""What `python -m eaves info` says: the versions that meet in this process, what the extension can do here, and what
-does not fit together."""
+"""The report of `python -m eaves info`: the versions in this process, the abilities of the extension on this machine,
+and mismatches between them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
 
 
 def extension() -> dict[str, Any]:
-    """What `eaves info --json` says, of the extension; where there is no PyTorch, of that of eaves.jax.
+    """The extension's report of `eaves info --json`. Without PyTorch, the report of eaves.jax's library.
 
     Keys: version, commit, compiler, backends, cpu, cuda, gpus, missing.
     """
@@ -39,10 +39,10 @@ def collect() -> dict[str, Any]:
     """The report of `python -m eaves info --json`.
 
     Keys: python (version), package (version, target: the oldest PyTorch it runs under), torch (version, cuda, threads,
-    gpus), jax (version of the installed one or null, library: is that of eaves.jax here), trainers (for each library
+    gpus), jax (version of the installed one or null, library: is eaves.jax's library here), trainers (for each library
     that can train with eaves: version or null, is_known to eaves, is_active in this process), extension (see
-    extension()), matches (bool), problems (sentences; empty where matches is true). Without PyTorch, target and torch
-    are null and trainers is empty.
+    extension()), matches (bool), problems (sentences; empty if matches is true). Without PyTorch, target and torch are
+    null and trainers is empty.
     """
     report: dict[str, Any] = {
         "python": platform.python_version(),
@@ -72,12 +72,12 @@ def collect() -> dict[str, Any]:
 def _version_of(package: str) -> str | None:
     try:
         return version(package)
-    except PackageNotFoundError:  # eaves: on PYTHONPATH, not installed
+    except PackageNotFoundError:  # eaves may be on PYTHONPATH without being installed
         return None
 
 
 def _problems(report: dict[str, Any]) -> list[str]:
-    """What does not fit together, and the way out, one sentence each."""
+    """The mismatches, each with its way out in one sentence."""
     problems = []
     package, of_torch, ours = report["package"]["version"], report["torch"], report["extension"]
     if package is not None and package != ours["version"]:
@@ -119,7 +119,7 @@ def _trainer(name: str, trainer: dict[str, Any]) -> str:
 
 
 def text(report: dict[str, Any]) -> str:
-    """The report as lines to read."""
+    """The report as readable lines."""
     ours, of_torch = report["extension"], report["torch"]
     cuda = ours["cuda"]
     threads = f", torch uses {of_torch['threads']}" if of_torch else ""

@@ -28,20 +28,20 @@ def cross_entropy(
     precision: object = None,
     return_argmax: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """As linear_softmax_cross_entropy_loss_reference of Levanter, without the logits.
+    """linear_softmax_cross_entropy_loss_reference of Levanter, without the logits.
 
     Args:
         x, labels, w: [B, H], [B] and [H, V].
-        block_sizes, precision: taken and not read: eaves chooses the chunks, and float32 is multiplied in float32.
+        block_sizes, precision: accepted and ignored: eaves chooses the chunks, and multiplies float32 in float32.
         dtype: float32, or None, which is float32 too.
         logit_soft_cap: None, or the bound of the logits.
-        return_argmax: whether the classes of the largest logits are returned.
+        return_argmax: whether to return the classes of the largest logits.
 
     Returns:
         Loss and lse, float32 [B], both with gradients, and with return_argmax the classes, int32 [B].
 
     Raises:
-        NotImplementedError: another dtype. Levanter tries its next implementation then.
+        NotImplementedError: another dtype. Levanter then tries its next implementation.
     """
     if dtype is not None and jnp.dtype(dtype) != jnp.float32:
         raise NotImplementedError(f"eaves.levanter: dtype is {jnp.dtype(dtype).name}, expected float32")

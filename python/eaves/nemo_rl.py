@@ -1,10 +1,10 @@
 """NeMo RL with eaves.linear_log_prob in place of its fused head (`use_fused_linear_logprobs`, Megatron).
 
     eaves.nemo_rl.install()          in every process that trains (a worker's initialisation, say)
-    eaves.nemo_rl.uninstall()        as it was
+    eaves.nemo_rl.uninstall()        undoes it
     with eaves.nemo_rl.install():    both
 
-`eaves.nemo_rl.is_active()` says whether it is, and `python -m eaves info` whether this NeMo RL is known.
+`eaves.nemo_rl.is_active()` is True while installed. `python -m eaves info` says whether eaves knows this NeMo RL.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ replacement = replacement_of("nemo_rl")
 
 
 def install(*, workspace_bytes: int | None = None) -> Installed:
-    """Lets NeMo RL compute log-probabilities with eaves, over the tensor-parallel group, with sequence parallel.
+    """Makes NeMo RL compute log-probabilities with eaves, over the tensor-parallel group, with sequence parallel.
 
-    Numbers and gradients are those of NeMo RL's function, from the product's float32 sums; the gradient of the head is
-    added up in float32. NeMo RL's chunk size is not read: `workspace_bytes` says how much is computed at once.
+    Numbers and gradients equal NeMo RL's function, from the product's float32 sums; the gradient of the head is summed
+    in float32. NeMo RL's chunk size is ignored: `workspace_bytes` sets the size of the chunks.
 
     Args:
         workspace_bytes: as in eaves.linear_log_prob.
 
     Returns:
-        A context manager, whose end undoes it. A second install takes new options.
+        A context manager that undoes the installation at its end. A second install sets new options.
 
     Raises:
         ImportError: NeMo RL is not installed, or cannot be imported.
-        RuntimeError: it is a version that eaves does not know, or somebody else has replaced the function.
-        ValueError, TypeError: the option is none of eaves.linear_log_prob.
+        RuntimeError: eaves does not know this version, or other code has replaced the function.
+        ValueError, TypeError: the option is not valid for eaves.linear_log_prob.
     """
     check_algorithm("linear_log_prob", "auto", workspace_bytes)
     ours = functools.partial(_log_probs, workspace_bytes)
@@ -53,8 +53,8 @@ uninstall, is_active = replacement.uninstall, replacement.is_active
 
 
 def _log_probs(workspace_bytes: int | None, given: dict[str, Any]) -> Tensor:
-    """As ChunkedDistributedHiddenStatesToLogprobs.apply: hidden states, this rank's [S / ranks, B, D], the head, this
-    rank's [V / ranks, D], target [B, S]; the log-probabilities, [B, S]."""
+    """ChunkedDistributedHiddenStatesToLogprobs.apply by eaves. Takes this rank's hidden states, [S / ranks, B, D], this
+    rank's head, [V / ranks, D], and target, [B, S]; returns the log-probabilities, [B, S]."""
     weight = given["output_weight_layer"]
     shard = shard_of_range(
         "eaves.nemo_rl", given["tp_group"], given["vocab_start_index"], given["vocab_end_index"], weight

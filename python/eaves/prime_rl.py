@@ -1,10 +1,10 @@
 """prime-rl with eaves.linear_log_prob in place of its fused head (`fused_lm_head_token_chunk_size`).
 
     eaves.prime_rl.install()          in every process that trains
-    eaves.prime_rl.uninstall()        as it was
+    eaves.prime_rl.uninstall()        undoes it
     with eaves.prime_rl.install():    both
 
-`eaves.prime_rl.is_active()` says whether it is, and `python -m eaves info` whether this prime-rl is known.
+`eaves.prime_rl.is_active()` is True while installed. `python -m eaves info` says whether eaves knows this prime-rl.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ replacement = replacement_of("prime_rl")
 def install(
     *, algorithm: str = "speed", workspace_bytes: int | None = None, keep_bytes: int | None = None
 ) -> Installed:
-    """Lets prime-rl compute log-probabilities and entropies with eaves.
+    """Makes prime-rl compute log-probabilities and entropies with eaves.
 
-    Each token has a temperature. It divides the hidden states of its row, which are rounded to their dtype once more;
-    a temperature of 1 or another power of two rounds nothing. Logits are float32 sums of the product, which prime-rl
-    rounds to the dtype of the hidden states. A head with a soft cap (Gemma) divides its logits, and takes chunks of
-    PyTorch's products ("recompute", whatever `algorithm` is). The entropy has a gradient, which prime-rl refuses.
-    prime-rl's chunk size is not read: `workspace_bytes` says how much is computed at once.
+    Each token has a temperature, which divides the hidden states of its row and so rounds them to their dtype once
+    more; 1 and other powers of two round nothing. Logits are float32 sums of the product; prime-rl rounds them to the
+    dtype of the hidden states. For a head with a soft cap (Gemma), the temperature divides the logits, and chunks of
+    PyTorch's products compute them ("recompute", for any `algorithm`). The entropy has a gradient, which prime-rl
+    refuses. prime-rl's chunk size is ignored: `workspace_bytes` sets the size of the chunks.
 
     Args:
         algorithm, workspace_bytes, keep_bytes: as in eaves.linear_log_prob. With "speed" a frozen head (LoRA) takes two
-            products instead of three. "keep" takes three instead of four where the head learns, in 2 bytes for each
-            logit of a micro-batch.
+            products instead of three. If the head learns, "keep" takes three products instead of four, and 2 bytes for
+            each logit of a micro-batch.
 
     Returns:
-        A context manager, whose end undoes it. A second install takes new options.
+        A context manager that undoes the installation at its end. A second install sets new options.
 
     Raises:
         ImportError: prime-rl is not installed, or cannot be imported.
-        RuntimeError: it is a version that eaves does not know, or somebody else has replaced one of the functions.
-        ValueError, TypeError: an option is none of eaves.linear_log_prob.
+        RuntimeError: eaves does not know this version, or other code has replaced one of the functions.
+        ValueError, TypeError: an option is not valid for eaves.linear_log_prob.
     """
     options = {"algorithm": algorithm, "workspace_bytes": workspace_bytes, "keep_bytes": keep_bytes}
     check_algorithm("linear_log_prob", **options)
@@ -61,12 +61,12 @@ uninstall, is_active = replacement.uninstall, replacement.is_active
 
 
 def _log_probs(options: dict[str, Any], given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """As _SequenceChunkedLogProbEntropyFn.apply: hidden [N, D], weight [V, D], labels and inv_temperature [N], and of
-    Gemma's a softcap. The log-probabilities and entropies, [N]."""
+    """_SequenceChunkedLogProbEntropyFn.apply by eaves. Takes hidden, [N, D], weight, [V, D], labels and
+    inv_temperature, [N], and in Gemma's function a softcap; returns the log-probabilities and entropies, [N]."""
     hidden, inverse, softcap = given["hidden"], given["inv_temperature"], given.get("softcap")
     if softcap is None:
         hidden = (hidden * inverse.unsqueeze(-1)).to(hidden.dtype)
-    else:  # the temperature is behind it
+    else:  # the temperature divides after the soft cap
         options = {
             "workspace_bytes": options["workspace_bytes"], "softcap": softcap,
             "temperature": 1 / inverse.to(accumulator_dtype(hidden.dtype)),  # FSDP2 casts it to 16 bits

@@ -1,10 +1,10 @@
 """SkyRL's Megatron backend with eaves.linear_log_prob in place of its fused head (`fused_lm_head_logprob`).
 
     eaves.skyrl.install()          in every process that trains (a worker's initialisation, say)
-    eaves.skyrl.uninstall()        as it was
+    eaves.skyrl.uninstall()        undoes it
     with eaves.skyrl.install():    both
 
-`eaves.skyrl.is_active()` says whether it is, and `python -m eaves info` whether this SkyRL is known.
+`eaves.skyrl.is_active()` is True while installed. `python -m eaves info` says whether eaves knows this SkyRL.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ replacement = replacement_of("skyrl")
 
 
 def install(*, workspace_bytes: int | None = None) -> Installed:
-    """Lets SkyRL compute log-probabilities with eaves, over the tensor-parallel group.
+    """Makes SkyRL compute log-probabilities with eaves, over the tensor-parallel group.
 
-    Numbers and gradients are those of SkyRL's function, from the product's float32 sums, whichever
-    `fused_lm_head_logprob_backend` is set. SkyRL's chunk size is not read: `workspace_bytes` says how much is computed
-    at once. The entropy for metrics stays SkyRL's.
+    Numbers and gradients equal SkyRL's function, from the product's float32 sums, for any
+    `fused_lm_head_logprob_backend`. SkyRL's chunk size is ignored: `workspace_bytes` sets the size of the chunks. SkyRL
+    still computes the entropy for metrics.
 
     Args:
         workspace_bytes: as in eaves.linear_log_prob.
 
     Returns:
-        A context manager, whose end undoes it. A second install takes new options.
+        A context manager that undoes the installation at its end. A second install sets new options.
 
     Raises:
         ImportError: SkyRL is not installed, or cannot be imported.
-        RuntimeError: it is a version that eaves does not know, or somebody else has replaced the function.
-        ValueError, TypeError: the option is none of eaves.linear_log_prob.
+        RuntimeError: eaves does not know this version, or other code has replaced the function.
+        ValueError, TypeError: the option is not valid for eaves.linear_log_prob.
     """
     check_algorithm("linear_log_prob", "auto", workspace_bytes)
     return replacement.install(lambda theirs: (called_like(theirs[0], functools.partial(_log_probs, workspace_bytes)),))
@@ -52,8 +52,9 @@ uninstall, is_active = replacement.uninstall, replacement.is_active
 
 
 def _log_probs(workspace_bytes: int | None, given: dict[str, Any]) -> Tensor:
-    """As _fused_lm_head_logprob_apply: hidden [B, S, D], weight, this rank's [V / ranks, D], target [B, S]; the
-    log-probabilities, [B, S]. The gradient of hidden is this rank's part of the sum: Megatron adds the parts up."""
+    """_fused_lm_head_logprob_apply by eaves. Takes hidden, [B, S, D], this rank's weight, [V / ranks, D], and target,
+    [B, S]; returns the log-probabilities, [B, S]. The gradient of hidden is this rank's part of the sum: Megatron adds
+    the parts up."""
     weight = given["weight"]
     shard = shard_of_range(
         "eaves.skyrl", given["tp_group"], given["vocab_start_index"], given["vocab_end_index"], weight

@@ -1,10 +1,10 @@
 """PyTorch's own head with a loss, torch.nn.LinearCrossEntropyLoss and F.linear_cross_entropy, computed by eaves.
 
     eaves.torch.install()           in every process that trains
-    eaves.torch.uninstall()         as it was
+    eaves.torch.uninstall()         undoes it
     with eaves.torch.install():     both
 
-`eaves.torch.is_active()` says whether it is, and `python -m eaves info` whether this PyTorch is known.
+`eaves.torch.is_active()` is True while installed. `python -m eaves info` says whether eaves knows this PyTorch.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ replacement = replacement_of("torch")
 
 
 def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep_bytes: int | None = None) -> Installed:
-    """Puts eaves.linear_cross_entropy in the place of torch.nn.functional.linear_cross_entropy, which the module calls.
+    """Replaces torch.nn.functional.linear_cross_entropy, which the module calls, by eaves.linear_cross_entropy.
 
-    The loss of 16 bits is float32, and the mean of no rows is 0. How much is computed at once follows from
-    `workspace_bytes`, not from the chunk sizes in `options`. Their acc_policy "accurate" or "balanced" sums the head's
-    gradient in float32. PyTorch's own function computes a K-dimensional loss, probabilities that require a gradient or
-    come with an ignore_index, and tensors on other devices than the CPU and CUDA GPUs.
+    The loss of 16-bit tensors is float32, and the mean of no rows is 0. `workspace_bytes` sets the size of the chunks,
+    not the chunk sizes in `options`. Their acc_policy "accurate" or "balanced" sums the head's gradient in float32.
+    PyTorch's own function still computes a K-dimensional loss, probabilities that require a gradient or come with an
+    ignore_index, and tensors on devices other than the CPU and CUDA GPUs.
 
     Args:
         algorithm, workspace_bytes, keep_bytes: as in eaves.linear_cross_entropy.
 
     Returns:
-        A context manager, whose end undoes it. A second install takes new options.
+        A context manager that undoes the installation at its end. A second install sets new options.
 
     Raises:
-        RuntimeError: this PyTorch is none that eaves knows, or somebody else has replaced the function.
-        ValueError, TypeError: an option is none of eaves.linear_cross_entropy.
+        RuntimeError: eaves does not know this PyTorch, or other code has replaced the function.
+        ValueError, TypeError: an option is not valid for eaves.linear_cross_entropy.
     """
     options = {"algorithm": algorithm, "workspace_bytes": workspace_bytes, "keep_bytes": keep_bytes}
     check_algorithm("linear_cross_entropy", **options)

@@ -1,10 +1,10 @@
 """verl with eaves.linear_log_prob in place of its fused kernel (`use_fused_kernels` with the backend "triton").
 
     eaves.verl.install()          in every process that trains (a worker's initialisation, say)
-    eaves.verl.uninstall()        as it was
+    eaves.verl.uninstall()        undoes it
     with eaves.verl.install():    both
 
-`eaves.verl.is_active()` says whether it is, and `python -m eaves info` whether this verl is known.
+`eaves.verl.is_active()` is True while installed. `python -m eaves info` says whether eaves knows this verl.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ replacement = replacement_of("verl")
 
 
 def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep_bytes: int | None = None) -> Installed:
-    """Lets verl compute log-probabilities and entropies with eaves.
+    """Makes verl compute log-probabilities and entropies with eaves.
 
-    Numbers and gradients are those of verl's function; no log-probability is above 0, whatever the vocabulary. The
-    gradient of a 16-bit head is summed in float32, in a tensor of the head's shape, and rounded once.
+    Numbers and gradients equal verl's function; no log-probability is above 0, for any vocabulary. The gradient of a
+    16-bit head is summed in float32, in a tensor of the head's shape, and rounded once.
 
     Args:
-        algorithm, workspace_bytes, keep_bytes: as in eaves.linear_log_prob. Where the head is frozen (LoRA) and the
-            entropy is for metrics alone (entropy_coeff 0), "speed" takes two products instead of three. Where it
-            learns, "keep" takes three instead of four, in 2 bytes for each logit of a micro-batch.
+        algorithm, workspace_bytes, keep_bytes: as in eaves.linear_log_prob. If the head is frozen (LoRA) and the
+            entropy is for metrics alone (entropy_coeff 0), "speed" takes two products instead of three. If the head
+            learns, "keep" takes three products instead of four, and 2 bytes for each logit of a micro-batch.
 
     Returns:
-        A context manager, whose end undoes it. A second install takes new options.
+        A context manager that undoes the installation at its end. A second install sets new options.
 
     Raises:
         ImportError: verl is not installed, or cannot be imported.
-        RuntimeError: it is a version that eaves does not know.
-        ValueError, TypeError: an option is none of eaves.linear_log_prob.
+        RuntimeError: eaves does not know this version.
+        ValueError, TypeError: an option is not valid for eaves.linear_log_prob.
     """
     options = {"algorithm": algorithm, "workspace_bytes": workspace_bytes, "keep_bytes": keep_bytes}
     check_algorithm("linear_log_prob", **options)
@@ -62,13 +62,13 @@ def _linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: torch.distributed.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As linear_cross_entropy of verl 0.9: hidden [..., D], weight [V, D], labels [...]; the log-probabilities and
-    entropies, [tokens]. With a group, weight has this rank's classes, and the gradient of hidden is this rank's part of
-    the sum: what verl gathers hidden with adds the parts up (gather_from_sequence_parallel_region)."""
+    """linear_cross_entropy of verl 0.9 by eaves. Takes hidden, [..., D], weight, [V, D], and labels, [...]; returns the
+    log-probabilities and entropies, [tokens]. With a group, weight has this rank's classes, and the gradient of hidden
+    is this rank's part of the sum: verl's gather of hidden (gather_from_sequence_parallel_region) adds the parts up."""
     if reduction.lower() != "none":
         raise NotImplementedError(f'eaves.verl: reduction is {reduction!r}, expected "none"')
     group = None if dist_process_group is None else Shard(dist_process_group, reduce_input_grad=False)
-    # Tensors of one dtype are multiplied in that, under torch.autocast too.
+    # The product of two tensors of one dtype has that dtype, under torch.autocast too.
     is_cast = hidden.dtype != weight.dtype and torch.is_autocast_enabled(hidden.device.type)
     with torch.autocast(hidden.device.type, enabled=is_cast):
         out = linear_log_prob(

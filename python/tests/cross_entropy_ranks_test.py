@@ -1,5 +1,5 @@
-"""eaves.cross_entropy of logits whose classes are cut over ranks: against the float64 oracle of the whole, with gloo on
-the CPU. How ranks agree is tested in linear_cross_entropy_ranks_refusals_test.py."""
+"""eaves.cross_entropy of logits with classes cut over ranks, against the float64 oracle of the whole, with gloo on the
+CPU. linear_cross_entropy_ranks_refusals_test.py tests how ranks agree."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ CLASSES = 129
 
 
 def own_classes(group: distributed.ProcessGroup) -> slice:
-    """Of different sizes, those of the second rank none."""
+    """The classes of this rank. The sizes differ; the second rank has none."""
     sizes = [60, 0, 13, 56][: group.size()]
     sizes[-1] = CLASSES - sum(sizes[:-1])
     return slice(sum(sizes[: group.rank()]), sum(sizes[: group.rank() + 1]))
@@ -39,7 +39,7 @@ def on_a_rank(
     asked: dict[str, tuple[str, ...]],
     options: dict[str, Any],
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The outputs, and the gradient of this rank from those of loss, lse and entropy."""
+    """The outputs, and this rank's gradient for upstream gradients of loss, lse and entropy."""
     own = own_classes(group)
     leaf = part_of(logits, class_dim, own).clone().requires_grad_()
     if target.is_floating_point():
@@ -76,7 +76,7 @@ def test_every_option_matches_the_oracle(options: dict[str, Any], ranks: Ranks) 
         for name, found in outputs[0].items():
             assert all(torch.equal(found, each[name]) for each in outputs[1:]), f"{name} {what}"
             counts = oracle.counts
-            if is_in_place and found.shape == counts.shape:  # as without a group: of ignored rows 0
+            if is_in_place and found.shape == counts.shape:  # 0 for ignored rows, as without a group
                 found = found.where(counts, 0)
             if name == "argmax":
                 assert torch.equal(found, oracle.argmax.where(counts, 0) if is_in_place else oracle.argmax), what
@@ -101,7 +101,7 @@ def learned(group: distributed.ProcessGroup, is_in_place: bool) -> None:
     eaves.cross_entropy(leaf * 1, target, group=group, inplace_backward=is_in_place).backward()
     if own.start <= 3 < own.stop:
         assert leaf.grad is not None
-        # Ranks exchange sums of float32: next to 1 they have an error of two steps.
+        # Ranks exchange float32 sums, which near 1 have an error of two steps.
         assert float(leaf.grad[0, 3]) == pytest.approx(float(exact), rel=0, abs=2**-22)
         assert leaf.grad[0, 3] <= 0
 

@@ -1,6 +1,6 @@
-"""What eaves.cross_entropy refuses: ValueError where the caller is wrong, TypeError for a wrong Python type,
-NotImplementedError for what eaves does not have. Each sentence names the operator, the argument, what it is and what
-was expected.
+"""The refusals of eaves.cross_entropy: ValueError for a wrong argument, TypeError for a wrong Python type,
+NotImplementedError for a missing feature of eaves. Each sentence names the operator and the argument, its value and the
+expected one.
 """
 
 import math
@@ -201,7 +201,7 @@ def test_derivatives_that_there_are_not(device: torch.device) -> None:
 
 
 def test_a_result_that_no_memory_holds(device: torch.device) -> None:
-    rows = 2**50  # whose losses no memory holds
+    rows = 2**50  # no memory holds the losses of so many rows
     logits, target = (tensor[:1].expand(rows, *tensor.shape[1:]) for tensor in logits_and_target(device))
     sentence = rf"no memory on .*\[{rows}\]"
     assert_refused_by(eaves.cross_entropy, OP, torch.OutOfMemoryError, sentence, logits, target, reduction="none")

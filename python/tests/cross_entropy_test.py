@@ -1,9 +1,9 @@
-"""eaves.cross_entropy: what a call passes on to the core and gets back, with every option, dtype and layout, and the
-surface of a call against torch.nn.functional.cross_entropy.
+"""eaves.cross_entropy: the path of a call to the core and back, with every option, dtype and layout, and the surface of
+a call against torch.nn.functional.cross_entropy.
 
-The tests of the core say how exact it is, in rows of every length and kind. What autograd does with a call is in
-cross_entropy_gradient_test.py, arguments that are refused in cross_entropy_refusals_test.py, each combination of
-options beside torch in cross_entropy_parity_test.py, and what every operator has to do in library_test.py.
+The tests of the core check its accuracy, in rows of every length and kind. Autograd is in
+cross_entropy_gradient_test.py, refused arguments are in cross_entropy_refusals_test.py, each combination of options
+beside torch is in cross_entropy_parity_test.py, and the duties of every operator are in library_test.py.
 """
 
 import copy
@@ -74,7 +74,7 @@ OPTIONS = [
 # shape of the logits, class_dim
 SHAPES = [((7,), -1), ((3, 1), -1), ((0, 5), -1), ((6, 33), -1), ((33, 6), 0), ((5, 4, 33), -1), ((5, 33, 4), 1),
           ((2, 19, 3, 4), 1)]  # fmt: skip
-TARGETS = (torch.int64, torch.int32, None, torch.float32)  # of classes, of probabilities; None: that of the logits
+TARGETS = (torch.int64, torch.int32, None, torch.float32)  # for classes, for probabilities; None: the logits' dtype
 WEIGHTS = (None, "of the logits' dtype", torch.float32)
 CALLS = pairwise(FLOATING_POINT, SHAPES, TARGETS, REDUCTIONS, [{}, *OPTIONS], WEIGHTS, (False, True), (None, 7.0),
                  (-100, 3), LAYOUTS)  # fmt: skip
@@ -87,7 +87,7 @@ def upstream(out: Tensor, layout: Callable[[Tensor], Tensor] = contiguous) -> Te
 
 
 def upstream_of(name: str, out: Tensor | None) -> Tensor | None:
-    """The same of an output of this name, if there is one; of the entropy another one than of lse."""
+    """An upstream gradient of the output of this name, if there is one; the entropy's differs from lse's."""
     if out is None:
         return None
     return upstream(out).flip(0) if name == "entropy" and out.dim() else upstream(out)
@@ -123,8 +123,8 @@ def check(
     layout: Callable[[Tensor], Tensor] = contiguous,
     **options: Any,
 ) -> None:
-    """One call with and without a gradient asked for, with and without the other outputs: different operators beneath,
-    or different outputs of one. And the gradients of the loss, of loss, lse and entropy together, and in place."""
+    """One call with and without a gradient, with and without the other outputs: they use different operators, or
+    different outputs of one. Then the gradients of the loss, of loss, lse and entropy together, and in place."""
     oracle = CrossEntropyOracle(input, target, weight, **options)
     result_dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
     what = f"{input.dtype} {target.dtype} strides={input.stride()} {options}"
@@ -155,7 +155,7 @@ def check(
     logits = leaf * 1
     loss = eaves.cross_entropy(logits, target, weight, inplace_backward=True, **options)
     assert_within(loss, oracle.loss, what)
-    # In bfloat16 the gradient would be rounded before this multiplies it, and behind that.
+    # Any other number would multiply a rounded bfloat16 gradient, which is then rounded again.
     grad_loss = torch.ones_like(loss) if input.dtype == torch.bfloat16 else upstream(loss)
     (grad,) = torch.autograd.grad(loss, logits, grad_loss)
     assert grad.data_ptr() == logits.data_ptr()
@@ -208,7 +208,7 @@ def test_a_call_of_torch_means_the_same(
         target = soft if ignored is None else torch.where(hard == -100, 2, hard) if ignored == 3 else hard
         named = {"reduction": reduction, "ignore_index": ignored or -100, "label_smoothing": smoothing}
         expected = torch_cross_entropy(logits, target, weight, **named)
-        # Probabilities do not say where the classes are.
+        # Probabilities do not imply the axis of the classes.
         where = {"class_dim": 1} if target is soft and len(shape) > 2 else {}
         actual = eaves.cross_entropy(logits, target, weight, **named, **where)
         assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
@@ -250,7 +250,7 @@ def test_the_module_is_the_function_with_its_options_kept(device: torch.device) 
         "CrossEntropyLoss(ignore_index=3, reduction='sum', label_smoothing=0.1, scale=2.0, z_loss=0.1)"
     )
     assert repr(eaves.CrossEntropyLoss()) == "CrossEntropyLoss()"
-    # As torch's: a buffer, which moves with the module and is in its state.
+    # As in torch: a buffer, which moves with the module and is in its state.
     assert list(module.state_dict()) == list(torch.nn.CrossEntropyLoss(weight).state_dict()) == ["weight"]
     assert module.double().weight.dtype == torch.float64
     out = eaves.CrossEntropyLoss(outputs="lse")(logits, target, normalizer=2)
@@ -335,7 +335,7 @@ def test_no_grad_and_inference_mode_give_results_without_a_graph(device: torch.d
 
 
 def test_the_operator_has_the_defaults_of_the_function() -> None:
-    # A call without options passes none of them on.
+    # A call without options passes no option on.
     of_operator = {a.name: a.default_value for a in torch.ops.eaves.cross_entropy_forward.default._schema.arguments[2:]}
     of_function = {name: p.default for name, p in inspect.signature(eaves.cross_entropy).parameters.items()}
     assert tuple(of_function[name] for name in NUMBERS) == numbers_of.__defaults__
@@ -354,7 +354,7 @@ def test_the_operator_has_the_defaults_of_the_function() -> None:
 @each("wants_grad", [False, True])
 @each("name", NUMBERS)
 def test_every_number_changes_the_loss_of_a_small_call(name: str, wants_grad: bool, device: torch.device) -> None:
-    # A call without options goes a shorter way, which has to know each of them.
+    # A call without options takes a shorter path, whose condition has to know each number.
     logits, head = random_tensor((9, 33), torch.float32, device, 2.0), random_tensor((5, 33), torch.float32, device)
     logits.requires_grad_(wants_grad)
     for function, arguments in (

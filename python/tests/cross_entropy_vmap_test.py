@@ -1,6 +1,6 @@
 """The batching rules of eaves.cross_entropy: every option under torch.vmap, with and without a gradient, is the loop.
 
-What torch.vmap and torch.func have to do around any operator is in transforms_test.py.
+The duties of any operator under torch.vmap and torch.func are in transforms_test.py.
 """
 
 import math
@@ -33,7 +33,7 @@ def cases() -> pytest.MarkDecorator:
 
 
 def assert_is_the_loop(function: Callable[..., Any], *tensors: Tensor) -> None:
-    """`function` of a sample gives a tensor or several."""
+    """Asserts that the batch equals the loop. `function` of a sample returns a tensor or several."""
     expected = [function(*sample) for sample in zip(*tensors, strict=True)]
     actual = torch.vmap(function)(*tensors)
     if isinstance(actual, Tensor):
@@ -45,7 +45,7 @@ def assert_is_the_loop(function: Callable[..., Any], *tensors: Tensor) -> None:
 
 
 def test_weights_of_rows_under_vmap_are_those_of_the_loop(any_device: torch.device) -> None:
-    # Of all samples alike, of both signs, and beside a row that is ignored no number.
+    # Weights that all samples share, of both signs, and NaN beside an ignored row.
     logits = random_tensor((3, 4, 33), torch.float32, any_device)
     for targets in (targets_of, probabilities_of):
         target = targets(logits)
@@ -59,7 +59,7 @@ def test_weights_of_rows_under_vmap_are_those_of_the_loop(any_device: torch.devi
             def function(x: Tensor, t: Tensor, row_weight: Tensor = row_weight) -> Tensor:
                 return eaves.cross_entropy(x, t, row_weight=row_weight)
 
-            # Of probabilities a gradient cancels: what is left is as exact as a row of weight 1.
+            # The gradient of probabilities cancels: the rest is as exact as for a row of weight 1.
             scale = row_weight.nan_to_num(1.0).abs()[:, None]
 
             def gradient(x: Tensor, t: Tensor, function: Any = function, scale: Tensor = scale) -> Tensor:

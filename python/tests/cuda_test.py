@@ -1,4 +1,4 @@
-"""What every operator of the library has to do on a GPU: torch's stream and allocator, no waiting, CUDA graphs, and
+"""The duties of every operator of the library on a GPU: torch's stream and allocator, no waiting, CUDA graphs, and
 several GPUs in one process.
 """
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from conftest import require_gpus
 from operators import Operator, assert_same, differentiable, each_operator, gradient, leaves
 
-# About a quarter of a second on a GPU of 1 to 2 GHz: far longer than a launch, and than a call on the host.
+# About a quarter of a second on a GPU of 1 to 2 GHz: far longer than a launch, and than a call takes on the host.
 LONG_CYCLES = 400_000_000
 
 
@@ -23,7 +23,7 @@ def test_work_is_queued_on_the_current_stream(op: Operator, large: bool, cuda: t
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         gradient(op, inputs)  # the allocator has blocks for this stream now
-        # Whoever does not wait for this stream sees the zeros.
+        # A reader that does not wait for this stream sees the zeros.
         torch.cuda._sleep(LONG_CYCLES)
         for tensor, source in zip(inputs, sources, strict=True):
             tensor.copy_(source)
@@ -44,8 +44,8 @@ def test_a_backward_called_on_another_stream_runs_behind_its_forward(op: Operato
     with torch.cuda.stream(stream):
         torch.cuda._sleep(LONG_CYCLES)
         out = op.function(*tensors)
-    # Autograd runs a backward on its forward's stream, and makes the caller's stream wait for it. What the forward
-    # keeps is not there yet.
+    # Autograd runs a backward on its forward's stream, and makes the caller's stream wait for it. The tensors that the
+    # forward keeps are not computed yet.
     assert_same(torch.autograd.grad(out, differentiable(op, tensors), upstream), expected)
 
 
@@ -109,13 +109,13 @@ def test_memory_comes_from_torch_and_goes_back(op: Operator, cuda: torch.device)
     held_before = torch.cuda.memory_allocated()
     blocks_before = torch.cuda.memory_stats()["allocation.all.allocated"]
     out = op.function(*inputs)
-    # The result, and where there is one a workspace.
+    # The result, and the workspace if the operator has one.
     assert torch.cuda.memory_stats()["allocation.all.allocated"] - blocks_before >= 1 + op.has_workspace
     assert torch.cuda.memory_allocated() - held_before < out.numel() * out.element_size() + 512
     del out
     assert torch.cuda.memory_allocated() == held_before
 
-    # Nor does the device have less of it, unless another process took some meanwhile.
+    # The device does not have less memory either, unless another process took some meanwhile.
     def taken() -> int:
         torch.cuda.synchronize()
         free_before, _ = torch.cuda.mem_get_info()

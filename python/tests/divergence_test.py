@@ -31,7 +31,7 @@ SIZES = (37, 20_000, 33_001)
 
 
 def logits_of(logits: Logits) -> Tensor:
-    """In float64."""
+    """The logits z in float64."""
     z = logits.values.double()
     if logits.kind == "probs":
         z = z.log()
@@ -106,7 +106,7 @@ class Case:
         )  # fmt: skip
 
     def size(self) -> Tensor:
-        """How much larger than 1 the numbers of each row are, whose roundings an exponential has."""
+        """The size of the largest numbers of each row, at least 1; an exponential inherits their rounding errors."""
         largest = torch.stack(
             [
                 (each.values.double() if each.kind != "probs" else each.values.double().log()).abs().amax(1)
@@ -116,15 +116,15 @@ class Case:
         return 1 + self.student.scale * largest / self._temperature().clamp(max=1)
 
     def terms(self, upstream: RowFactors, rounding: Tensor) -> Tensor:
-        """The size of the terms of each number of the gradient, as if they did not cancel: s * (1 + |f'| + |centre|) of
-        the divergence, where 1 stands for the roundings of s and of logarithms. `rounding`: relative, [rows, 1]."""
+        """The size of the terms of each number of the gradient, as if they did not cancel: s * (1 + |f'| + |centre|)
+        for the divergence, with the 1 for the roundings of s and of logarithms. `rounding`: relative, [rows, 1]."""
         temperature = self._temperature().unsqueeze(1)
         log_s, log_t = (softmax_of(each, temperature) for each in (self.student, self.teacher))
         s, leaf = log_s.exp(), log_s.clone().requires_grad_()
         divergence = formula(leaf, log_t, self.settings.divergence, self.settings.beta)
         (weighted,) = torch.autograd.grad(divergence.sum(), leaf)  # s * f'
         weighted = weighted.abs()
-        if self.settings.divergence == "total_variation":  # the sign of a difference that roundings make
+        if self.settings.divergence == "total_variation":  # rounding may change the sign of a small difference
             weighted += s * ((log_s - log_t).abs() <= rounding) / rounding
         entropy = times(s, log_s)
         hard = softmax_of(self.student, 1.0).exp()
@@ -200,7 +200,7 @@ def test_statistics_and_gradients_are_those_of_the_formulas(
         expected = case.exact(upstream)[1]
         actual = case.gradient(upstream)
         relative = rounding.unsqueeze(1)
-        # A few roundings of the number itself, of which a target's hard loss has p - 1.
+        # A few roundings of the number itself, such as p - 1 of a target's hard loss.
         allowed = relative * case.terms(upstream, relative) + 4 * EPSILON * expected.abs() + 1e-36
         assert ((actual - expected).abs() <= allowed).all()
         assert torch.equal(case.gradient(upstream, torch.bfloat16), actual.bfloat16())
@@ -246,7 +246,7 @@ def test_equal_distributions_have_divergence_0_and_gradient_0(
 
 @each("divergence", DIVERGENCES)
 def test_classes_without_probability(divergence: str, device: torch.device) -> None:
-    """Masked in both, and in one of them."""
+    """Classes masked in both distributions, and in one of them."""
     case = Case(device, divergence, 20_000)
     student, teacher = case.student.values, case.teacher.values
     student[:, 3] = teacher[:, 3] = -math.inf
@@ -284,7 +284,7 @@ def test_the_gradient_may_take_the_memory_of_the_logits(device: torch.device) ->
 
 
 def test_rows_of_larger_tensors(device: torch.device) -> None:
-    """With gaps between rows, which begin on no vector."""
+    """Rows with gaps between them, which do not begin on a vector boundary."""
     case = Case(device, "reverse", 20_000)
     expected, found = case.gradient(case.factors), case.statistics()
     wide = torch.zeros(2, ROWS, 20_003, device=device)
@@ -309,8 +309,8 @@ PARTS = (0, 7, 19, 37)
 
 
 def part_of(case: Case, first: int, last: int) -> Tensor:
-    """The statistics of these classes alone. On the CPU what the kernel computes: numbers of a row that is all -inf are
-    NaN but for its lse, 0 and -inf."""
+    """The statistics of these classes alone. On the CPU they imitate the kernel: the numbers of a row that is all -inf
+    are NaN, except for its lse, 0 and -inf."""
     student, teacher = (
         each._replace(values=each.values[:, first:last]) for each in (case.student, case.teacher)
     )  # fmt: skip
@@ -340,7 +340,8 @@ def part_of(case: Case, first: int, last: int) -> Tensor:
 
 @each("divergence", MERGED)
 def test_parts_of_the_classes_merge_to_the_whole(divergence: str, device: torch.device) -> None:
-    """A part of row 1 has no class of the student's, of row 2 none of the teacher's, of row 3 none of either."""
+    """A part of row 1 has no class of the student, a part of row 2 none of the teacher, a part of row 3 none of
+    either."""
     case = Case(device, divergence, PARTS[-1], temperature=2.0)
     case.targets = torch.tensor([3, 8, 20, 10, 99], device=device)
     part = slice(*PARTS[1:3])

@@ -52,11 +52,11 @@ class Declining(Wrapper):
 
 
 class Unwrapping(Wrapper):
-    """As a library's tensor that passes every operator on to the tensor inside."""
+    """A tensor like a library's that passes every operator on to its inner tensor."""
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        if function is torch.ops.aten.detach.default:  # a Parameter needs one of the class
+        if function is torch.ops.aten.detach.default:  # a Parameter needs a tensor of the class
             return cls(arguments[0].inner)
         return function(*tree_map_only(cls, lambda each: each.inner, (arguments, options or {}))[0], **(options or {}))
 
@@ -66,7 +66,7 @@ class Named(Tensor):
 
 
 class Int8Params(torch.nn.Parameter):
-    """As that of bitsandbytes: the scales are elsewhere."""
+    """A parameter like the one of bitsandbytes: the scales are elsewhere."""
 
 
 OPERATORS: dict[str, Callable[[Any], Tensor]] = {
@@ -134,7 +134,7 @@ def test_patch_takes_a_head_that_can_be_multiplied() -> None:
 
 
 def spread(model: Any) -> Any:
-    """As accelerate spreads a model over devices, with hooks in place of forwards."""
+    """The model spread over devices as accelerate does it, with hooks in place of forwards."""
     return accelerate.dispatch_model(model, {"model": "cpu", "lm_head": "cpu"}, main_device="cpu", force_hooks=True)
 
 

@@ -20,13 +20,13 @@ from cross_entropy_test import each
 from head_ranks import problem_of
 from ranks import Ranks
 
-ROWS, FEATURES, CLASSES = 6, 16, 37  # of 2 ranks 19 and 18 classes
+ROWS, FEATURES, CLASSES = 6, 16, 37  # 2 ranks have 19 and 18 classes
 
-Loss = Callable[[Any, Tensor, Tensor], Tensor]  # of the head, its hidden states and their targets
+Loss = Callable[[Any, Tensor, Tensor], Tensor]  # takes the head, its hidden states and their targets
 
 
 class Model(torch.nn.Module):
-    """A body and a head, and a forward in which a loss is computed."""
+    """A body and a head, and a forward that computes a loss."""
 
     def __init__(self, bias: bool = False) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def tokens_of(target: Tensor) -> Tensor:
-    """Three for each row."""
+    """Three tokens for each row."""
     return torch.stack([target, (target + 5).remainder(CLASSES), torch.full_like(target, -100)], -1)
 
 
@@ -224,7 +224,7 @@ def test_the_divisor_and_the_accumulation_of_the_module_hold(cpu_ranks: Ranks) -
 
 
 def test_the_mixed_precision_of_the_module_holds(cpu_ranks: Ranks) -> None:
-    # torch's logits are rounded to bfloat16; ours are not, and neither is the loss, whatever output_dtype says.
+    # torch's logits are rounded to bfloat16. eaves rounds neither the logits nor the loss, for any output_dtype.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16)
     cpu_ranks.run(compare, ("mean", "tokens"), cut_apart, True, {"mp_policy": policy}, 3e-2, ranks=2)
     cpu_ranks.run(rounded, policy, ranks=2)
@@ -406,7 +406,7 @@ def where_it_cannot_be_told(group: distributed.ProcessGroup) -> None:
     x, target = batch(group.rank())
     hidden = model(x, target)
     with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(torch.distributed._composable_state, "_module_state_mapping")  # as in a later PyTorch
+        patch.delattr(torch.distributed._composable_state, "_module_state_mapping")  # like a later PyTorch
         with pytest.raises(NotImplementedError, match=r"pass the parameter itself, or linear_weight\.full_tensor\("):
             eaves.linear_cross_entropy(hidden, model.head.weight, target)
     gathered = model.head.weight.full_tensor(grad_placements=[Partial("avg")])

@@ -1,4 +1,4 @@
-"""tools/gpu_results: what a test or a sanitizer finds fails it; hazards in the kernels of cuBLAS are counted alone."""
+"""tools/gpu_results: a finding of a test or a sanitizer fails it; hazards in the kernels of cuBLAS are only counted."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ THEIRS = "accesses with hazards in kernels of cuBLAS:"
 
 
 def races(*accesses: str, errors: int | None = None) -> str:
-    """What racecheck prints of races, each between two accesses."""
+    """The output of racecheck for races, each between two accesses."""
     pairs = list(zip(accesses[::2], accesses[1::2], strict=True))
     lines = [
         f"========= Error: Race reported between Read access at {read}+0xb20\n"

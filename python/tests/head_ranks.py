@@ -13,7 +13,7 @@ CLASSES = 40
 
 
 def pieces(ranks: int, is_even: bool = True) -> list[slice]:
-    """The classes of each rank; else of different sizes, one of them empty."""
+    """The classes of each rank. With `is_even` False the sizes differ, and one piece is empty."""
     sizes = [CLASSES // ranks] * ranks if is_even else [7, 0, 21, 12][:ranks]
     sizes[-1] = CLASSES - sum(sizes[:-1])
     return [slice(sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(ranks)]
@@ -26,7 +26,7 @@ def problem_of(group: distributed.ProcessGroup) -> tuple[Tensor, Tensor, Tensor,
 
 
 def over(group: distributed.ProcessGroup, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with the group, in a Shard where some are a Shard's."""
+    """The options with the group, in a Shard if some are fields of a Shard."""
     of_shard = {name: options[name] for name in eaves.Shard._fields if name in options}
     others = {name: value for name, value in options.items() if name not in of_shard}
     return {"group": eaves.Shard(group, **of_shard) if of_shard else group, **others}

@@ -40,7 +40,7 @@ pytestmark = OF_TINY_MODELS
 PEFT = tuple(map(int, peft.__version__.split(".")[:2]))
 TOKENS = batch()["input_ids"].unique()[:5].tolist()
 
-# Model, and configuration of the adapter. r = 3: features are padded.
+# The model, and the configuration of the adapter. r = 3 needs padded features.
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA": ("llama", {"target_modules": ["lm_head", "q_proj"]}),
     "LoRA, tied": ("qwen2", {"target_modules": ["lm_head", "q_proj"]}),
@@ -65,7 +65,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def adapted(model: Any, **options: Any) -> Any:
-    """With adapters that are not 0."""
+    """The model with adapters that are not 0."""
     torch.manual_seed(7)
     if options.get("ensure_weight_tying") and PEFT < (0, 19):
         pytest.skip("PEFT ties adapters of head and embedding since 0.19")
@@ -81,7 +81,7 @@ def adapted(model: Any, **options: Any) -> Any:
 
 
 def seeded_step(model: Any, **arguments: Any) -> Step:
-    """The same dropout each time."""
+    """A step with the same dropout each time."""
     torch.manual_seed(23)
     return step(model, **arguments)
 
@@ -115,7 +115,7 @@ def test_loss_and_every_gradient_are_those_of_the_model(
     assert_same_step(seeded_step(model), expected, 0)
 
 
-# Of 16 bits, against the same numbers in float32: the unpatched model rounds its logits too, and is as far away.
+# 16 bits, against the same numbers in float32: the unpatched model rounds its logits too, and has the same distance.
 @pytest.mark.parametrize("is_autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("name", ["LoRA", "LoRA, tied", "modules_to_save", "trainable tokens, tied"])
 def test_in_bfloat16_it_is_as_near_as_the_unpatched_model(name: str, is_autocast: bool) -> None:
@@ -154,7 +154,7 @@ def test_adapters_are_added_chosen_disabled_and_merged_in_a_patched_model() -> N
         return [*found, run(model)]
 
     expected, actual = steps(made(lambda model: model), step), steps(made(eaves.hf.patch), without_logits)
-    assert len({round(each.loss.item(), 4) for each in expected}) == 4  # merged and not are the same
+    assert len({round(each.loss.item(), 4) for each in expected}) == 4  # merged and unmerged models have the same loss
     for ours, theirs in zip(actual, expected, strict=True):
         assert_same_step(ours, theirs, FLOAT32_TOLERANCE) if theirs.gradients else torch.testing.assert_close(
             ours.loss, theirs.loss
@@ -306,7 +306,7 @@ def test_distillation_reads_the_heads_of_adapters(name: str) -> None:
         assert torch.equal(logits.tensor("a test"), expected)
 
 
-# Of a product z: a sum of products, or what is computed.
+# Operations on a product z. The KNOWN ones give a sum of products, the UNKNOWN ones compute a tensor.
 KNOWN: dict[str, Callable[[Any], Any]] = {
     "a factor": lambda z: 0.5 * z * 3,
     "a sum": lambda z: z * 2 + z * 0.25,

@@ -22,10 +22,10 @@ from integrations import PAGE
 
 pytestmark = OF_TINY_MODELS
 
-# Experts that a token is sent to, and states of recurrent layers, make sums of float32 whose order counts.
+# Mixtures of experts, and states of recurrent layers, have float32 sums that depend on the order.
 TOLERANCE = 1e-4
 
-# What a configuration gets of this is what it has. Some names are of one architecture alone.
+# Each configuration gets the fields that it has. Some names belong to one architecture alone.
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 16,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.3,
@@ -53,7 +53,7 @@ LANGUAGE = "language models"
 EXPERTS = "mixtures of experts"
 VISION = "vision-language models"
 
-# Class, and what its configuration has beside the sizes.
+# The class, and the fields of its configuration beside the sizes.
 KNOWN: dict[str, dict[str, dict[str, Any]]] = {
     LANGUAGE: {
         "ApertusForCausalLM": {},
@@ -172,7 +172,7 @@ def tiny_configuration(kind: Any, special: dict[str, Any]) -> Any:
 _ONES, _PATCHES = torch.ones(BATCH, LENGTH, dtype=torch.int64), (4 * BATCH, 3 * 2 * 8 * 8)
 _GRID = {"image_grid_thw": torch.tensor([[1, 2, 2]] * BATCH), "mm_token_type_ids": _ONES}
 
-# With one image in each sequence: its tokens, the shape of the pixels, and the model's other arguments.
+# For models with one image in each sequence: its tokens, the shape of the pixels, and the model's other arguments.
 IMAGES: dict[str, tuple[int, tuple[int, ...], dict[str, Any]]] = {
     "AyaVisionForConditionalGeneration": (1, (BATCH, 3, 16, 16), {}),
     "Gemma3ForConditionalGeneration": (4, (BATCH, 3, 16, 16), {"token_type_ids": _ONES}),

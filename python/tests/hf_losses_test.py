@@ -57,7 +57,7 @@ _T5: dict[str, Any] = {
     "dropout_rate": 0.0, "decoder_start_token_id": 0,
 }  # fmt: skip
 
-# class, configuration, why it is here
+# class, configuration, the reason for it
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", _BERT),  # a tied decoder with a bias in a prediction head, and a loss of its own
     "roberta": ("RobertaForMaskedLM", _BERT),  # another head
@@ -75,7 +75,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model_of(name: str) -> Any:
-    """The same weights each time, in training mode."""
+    """A model with the same weights each time, in training mode."""
     torch.manual_seed(3)
     family, options = MODELS[name]
     configuration = getattr(transformers, family).config_class(**options)
@@ -113,7 +113,7 @@ def test_loss_and_gradients_are_those_of_the_model(name: str) -> None:
 def loss_of_logits(
     logits: Tensor, labels: Tensor, is_shifted: bool, label_smoothing: float, z_loss: float, items: float | None
 ) -> Tensor:
-    """The oracle, of the model's own logits."""
+    """The exact loss, from the model's own logits."""
     logits = logits[:, :-1] if is_shifted else logits
     labels = (labels[:, 1:] if is_shifted else labels).flatten()
     logits = logits.flatten(0, -2).double()[labels != -100]
@@ -234,7 +234,7 @@ def test_fully_shard_gets_the_head_back_from_an_evaluation(process_group: None) 
             model.eval()(**batch(), skip_logits=skip_logits)
         assert isinstance(model.lm_head.weight, torch.distributed.tensor.DTensor)
     optimizer.step()
-    assert model.train()(**batch()).loss < before  # of the new weights
+    assert model.train()(**batch()).loss < before  # the loss of the new weights
 
 
 # ---------------------------------------------------------------------------------------------------- missing logits
@@ -264,7 +264,7 @@ def test_who_reads_logits_that_were_skipped_is_told_the_way_out() -> None:
 
 @each("skip_logits", (True, False))
 def test_a_decoder_that_does_not_shift_its_labels_divides_by_their_number(skip_logits: bool) -> None:
-    """Trainer passes the number without the first label of each sequence, which this loss has."""
+    """Trainer's number leaves out the first label of each sequence, but this loss counts it."""
     torch.manual_seed(3)
     model = transformers.BartForCausalLM(transformers.BartConfig(**_BART)).train()
     tokens = batch()["input_ids"]

@@ -1,7 +1,7 @@
-"""Tiny causal language models of transformers, made of configurations, and what a training step of one gives.
+"""Tiny causal language models of transformers, made from configurations, and the results of a training step.
 
-Weights are drawn wide, so that a logit is about as large as those of a trained model and a soft cap or a scale that got
-lost moves the loss by more than any tolerance.
+Weights are drawn wide, so that logits are about as large as in a trained model, and a lost soft cap or scale moves the
+loss by more than any tolerance.
 """
 
 import os
@@ -19,8 +19,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-# A model that computes its logits after all says so, and here that is an error; tests read logits that are None. The
-# tensors are tiny: threads would wait for each other longer than they compute.
+# A model that computes its logits after all warns, which is an error here; tests read logits that are None. The tensors
+# are tiny: threads would wait for each other longer than they compute.
 OF_TINY_MODELS = [
     pytest.mark.filterwarnings("error:eaves.hf", "ignore:this output has no logits"),
     pytest.mark.usefixtures("one_thread"),
@@ -28,7 +28,7 @@ OF_TINY_MODELS = [
 
 METRICS = ("accuracy", "entropy")
 
-# Loss and gradients of a patched model in float32, in parts of the largest element of each.
+# For loss and gradients of a patched model in float32, as a share of the largest element of each.
 FLOAT32_TOLERANCE = 1e-5
 
 VOCABULARY, FEATURES = 131, 32
@@ -54,9 +54,9 @@ _GPT2_SIZES: dict[str, Any] = {
 }  # fmt: skip
 _NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
-# class, what its configuration has beside the sizes, why it is here
+# class, fields of its configuration beside the sizes, the reason for it
 _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {"tie_word_embeddings": False}),  # what most others are copies of
+    "llama": ("Llama", {"tie_word_embeddings": False}),  # most others are copies of it
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),  # a tied head: the gradients of head and embedding add up
     "phi": ("Phi", {"tie_word_embeddings": False}),  # a bias
     "phi3": ("Phi3", {"tie_word_embeddings": False}),
@@ -71,7 +71,7 @@ ARCHITECTURES = (*_ARCHITECTURES, "gpt2")
 
 
 def tiny_model(name: str = "llama", **options: Any) -> Any:
-    """The same weights each time, in training mode."""
+    """A model with the same weights each time, in training mode."""
     torch.manual_seed(3)
     if name == "gpt2":  # the head is tied, and projections are no Linear
         model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**_GPT2_SIZES, **options))
@@ -81,7 +81,7 @@ def tiny_model(name: str = "llama", **options: Any) -> Any:
         model = getattr(transformers, f"{family}ForCausalLM")(configuration)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # biases are 0 at first: one that got lost would not show
+            if parameter.dim() == 1:  # biases are 0 at first, and a lost one would not show
                 parameter += 0.3 * torch.randn_like(parameter)
     return model.train()
 
@@ -97,7 +97,7 @@ def batch() -> dict[str, Tensor]:
 
 
 class Step(NamedTuple):
-    """What a forward and a backward gave."""
+    """The results of a forward and a backward."""
 
     output: Any
     loss: Tensor
@@ -113,13 +113,13 @@ def step(model: Any, **arguments: Any) -> Step:
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
-    """Of two gradients, in parts of the second."""
+    """The distance of two gradients, as a share of the second's norm."""
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def assert_same_step(actual: Step, expected: Step, tolerance: float) -> None:
-    """Loss and every gradient within `tolerance`, relative to the largest element; a gradient that is 0 but for
-    rounding (of the bias of keys) is measured by those of the others."""
+    """Asserts loss and every gradient within `tolerance`, relative to the largest element. A gradient that is 0 up to
+    rounding (the bias of keys) is compared relative to the other gradients."""
     assert abs(actual.loss - expected.loss) <= tolerance * abs(expected.loss), (actual.loss, expected.loss)
     assert actual.gradients.keys() == expected.gradients.keys()
     largest = max(gradient.abs().max() for gradient in expected.gradients.values())
@@ -130,7 +130,7 @@ def assert_same_step(actual: Step, expected: Step, tolerance: float) -> None:
 
 
 def refuse_logits() -> AbstractContextManager[object]:
-    """Fails where an operator gives as many elements as the logits have."""
+    """Fails if an operator returns as many elements as the logits have."""
 
     def check(operator: str, _: tuple[Any, ...], results: list[Tensor]) -> None:
         for each in results:
@@ -141,7 +141,7 @@ def refuse_logits() -> AbstractContextManager[object]:
 
 
 def refuse_waiting() -> AbstractContextManager[object]:
-    """Fails where a number is read from a tensor, for which a GPU would be waited for."""
+    """Fails if a number is read from a tensor, because that would wait for a GPU."""
 
     def check(operator: str, *_: object) -> None:
         assert "_local_scalar_dense" not in operator, "a number is read from a tensor"
@@ -150,14 +150,14 @@ def refuse_waiting() -> AbstractContextManager[object]:
 
 
 def operator_calls(run: Callable[[], object]) -> list[tuple[str, tuple[Any, ...], list[Tensor]]]:
-    """Of each call of linear_cross_entropy that gives a gradient: the operator's name, its arguments and results."""
+    """The operator's name, arguments and results for each call of linear_cross_entropy that returns a gradient."""
     with watched("eaves.linear_cross_entropy_") as calls:
         run()
     return [(name.partition(".")[0], *others) for name, *others in calls if "backward" in name]
 
 
 def gradients_asked_for(run: Callable[[], object]) -> list[tuple[str, int]]:
-    """Of each such call, its name and the gradients that it was asked for."""
+    """The name of each such call, and the gradients that it was asked for."""
     return [(name, arguments[-1]) for name, arguments, _ in operator_calls(run)]
 
 

@@ -91,7 +91,7 @@ def test_blocks_nest_and_leave_a_patched_model_with_its_options() -> None:
 def test_a_block_tells_what_happened_in_it() -> None:
     model = tiny_model()
     with pytest.raises(KeyError), eaves.hf.patched(model):
-        model.__class__ = type("Sharded", (type(model),), {})  # which unpatch refuses, as after fully_shard
+        model.__class__ = type("Sharded", (type(model),), {})  # unpatch refuses this class, as after fully_shard
         raise KeyError
     model = tiny_model()
     with pytest.raises(ValueError, match="class was changed to Sharded"), eaves.hf.patched(model):
@@ -162,7 +162,7 @@ def test_compiled_it_is_one_graph_with_metrics(fresh_compiler: None) -> None:
     expected = step(tiny_model("gemma2"))
     of_metrics = eaves.hf.patch(tiny_model("gemma2"), metrics=METRICS)(**batch())
     numbers = {name: getattr(of_metrics, name).item() for name in METRICS}
-    # As in a process that compiles before it has called the model.
+    # The state of a process that compiles before it has called the model.
     eaves.hf.outputs._make_output_class.cache_clear()
     model = eaves.hf.patch(tiny_model("gemma2"), metrics=METRICS)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -39,12 +39,12 @@ from hf_models import (
 pytestmark = OF_TINY_MODELS
 
 
-# The same on a GPU, where sums have another order; with 16 bits the model's logits are rounded and ours are not, which
-# on the CPU moves an element by up to 0.028.
+# The tolerances on a GPU, which sums in another order. In 16 bits the model's logits are rounded and eaves' are not,
+# which on the CPU moves an element by up to 0.028.
 GPU_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.06}
 
 
-# Arguments of the loss beside labels. None of the numbers is the number of labels, so that a lost one shows.
+# Arguments of the loss beside labels. No number equals the number of labels, so that a lost one shows.
 LOSS_ARGUMENTS: dict[str, dict[str, Any]] = {
     "a number of items": {"num_items_in_batch": 29},
     "a tensor of items": {"num_items_in_batch": torch.tensor(29)},
@@ -137,7 +137,7 @@ class Lost:
     scores: Any
 
 
-# A forward's result, made of loss and logits, and whether a result has no logits and all else.
+# A forward's result, made from loss and logits, and a check that a result lacks the logits and has all else.
 RESULTS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], bool]]] = {
     "a dict": (
         lambda loss, logits: {"loss": loss, "logits": logits, "other": 3},
@@ -314,7 +314,7 @@ def test_outputs_with_logits_and_without_metrics_are_of_the_models_class() -> No
     assert model(**batch()).entropy > 0
 
 
-# Ways to make an output anew: of accelerate's mixed precision, DataParallel's gather, hooks of DistributedDataParallel
+# Ways to rebuild an output: accelerate's mixed precision, DataParallel's gather, hooks of DistributedDataParallel
 # and fully_shard, and a process that sends it.
 REMADE: dict[str, Callable[[Any], Any]] = {
     "a dict": lambda output: type(output)(dict(output.items())),

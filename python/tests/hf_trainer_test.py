@@ -1,4 +1,4 @@
-"""eaves.hf with transformers' Trainer: a patched model, and eaves.hf.install for who never holds the model."""
+"""eaves.hf with transformers' Trainer: a patched model, and eaves.hf.install for users who never hold the model."""
 
 import contextlib
 import inspect
@@ -35,7 +35,7 @@ def precision_of_each_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
 def rows(first: int = 0) -> list[dict[str, Any]]:
     """Tokens and labels from the position `first` on, or later."""
     tokens = torch.randint(3, VOCABULARY, (16, LENGTH), generator=torch.Generator().manual_seed(1))
-    # A mean of means is off.
+    # Rows have different numbers of labels, so that a mean of means is wrong.
     labels = tokens.where(torch.arange(LENGTH) >= first + torch.arange(16).remainder(8)[:, None], -100)
     return [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels)]
 
@@ -93,14 +93,14 @@ def test_trainer_gives_the_same_losses_and_the_metrics(
 
     monkeypatch.setattr(eaves.hf.loss, "loss_of_head", watched)
     monkeypatch.setattr(transformers.Trainer, "compute_loss", noted)
-    # Steps of Adam take small gradients for as large as others, so that rounding grows.
+    # Adam scales small gradients up to the size of others, so rounding errors grow.
     trainer = trainer_of(model, tmp_path, compute_metrics=largest, **options)
     assert trainer.model_accepts_loss_kwargs
     assert losses_of(trainer) == pytest.approx(expected, rel=0.02 if options else 1e-4)
-    assert len(calls) == len(seen[True]) == 8  # micro-batches; the others are of the evaluation
+    assert len(calls) == len(seen[True]) == 8  # micro-batches; the other calls belong to the evaluation
     for accuracy, entropy in seen[True] if metrics else []:
         assert 0 <= accuracy <= 1 and 0 < entropy < math.log(VOCABULARY)
-    # Beside logits: accelerate makes the output anew, of its items.
+    # Beside logits: accelerate rebuilds the output from its items.
     assert [metric is None for each in seen[False] for metric in each] == [bool(options)] * len(metrics)
     eaves.hf.unpatch(model)  # accelerate has left its wrapper of the forward there
     assert model.train()(**batch()).logits is not None
@@ -211,7 +211,7 @@ def test_a_compute_loss_that_takes_the_labels_away_has_logits(tmp_path: Path) ->
 
     expected = losses()
     with eaves.hf.install(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of training: the labels were taken away
+        warnings.simplefilter("ignore")  # the warning of training that the labels were taken away
         assert losses() == pytest.approx(expected, rel=1e-6)
 
 

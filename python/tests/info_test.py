@@ -1,4 +1,4 @@
-"""`python -m eaves info`: what it says of this installation, as text and as JSON, and when it finds fault."""
+"""`python -m eaves info`: its report on this installation, as text and as JSON, and the problems that it finds."""
 
 import copy
 import importlib
@@ -26,7 +26,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """The JSON of a process of its own."""
+    """The JSON from a process of its own."""
     result = run("info", "--json")
     assert result.returncode == 0, result.stdout + result.stderr
     return json.loads(result.stdout)

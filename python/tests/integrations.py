@@ -1,4 +1,4 @@
-"""For tests of the libraries that can train with eaves: the recipes of docs/trainers.md, and modules of libraries that
+"""Helpers for the libraries that can train with eaves: the recipes of docs/trainers.md, and modules of libraries that
 cannot be imported as a whole."""
 
 import contextlib
@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
 
 
 def recipe(title: str, language: str = "python") -> str:
-    """The block in a language of the section with this title."""
+    """The code block of this language in the section with this title."""
     block = rf"^## {re.escape(title)}\n(?:(?!^## ).)*?^```{language}\n(.*?)^```"
     found = re.findall(block, PAGE.read_text(), re.M | re.S)
     assert len(found) == 1, title
@@ -23,16 +23,16 @@ def recipe(title: str, language: str = "python") -> str:
 
 
 def run_recipe(title: str, **given: Any) -> dict[str, Any]:
-    """Runs that block with these names; returns all names that stand behind it."""
+    """Runs that block with these names, and returns all names that it leaves."""
     names: dict[str, Any] = dict(given)
     exec(compile(recipe(title), f"{PAGE.name}: {title}", "exec"), names)
     return names
 
 
 class Foreign(NamedTuple):
-    """Modules of a library that are imported without their packages: these ask for GPUs, or for much else. `modules`
-    has sources that stand in their place where the library is not installed, `stubs` those of modules that they import
-    and do not need."""
+    """Modules of a library that are imported without their packages, which ask for GPUs, or for much else. `modules`
+    has sources that replace the modules if the library is not installed. `stubs` has sources for modules that they
+    import and do not need."""
 
     version: str
     modules: dict[str, str]
@@ -40,7 +40,7 @@ class Foreign(NamedTuple):
 
     @contextlib.contextmanager
     def imported(self) -> Iterator[bool]:
-        """In the block the modules can be imported. Whether they are the library's own."""
+        """Makes the modules importable in the block. True if they are the library's own."""
         before = set(sys.modules)
         library = next(iter(self.modules)).split(".")[0]
         spec = importlib.util.find_spec(library)

@@ -1,5 +1,5 @@
-"""What the tests of eaves.jax share: JAX arrays of torch's tensors and back, so that the oracles of comparison.py judge
-them too."""
+"""The shared helpers of the tests of eaves.jax: JAX arrays from torch's tensors and back, so that the oracles of
+comparison.py judge them too."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def array_of(tensor: Tensor | None) -> Any:
-    """The same numbers for JAX; int64 becomes int32, as JAX has it."""
+    """The same numbers for JAX; int64 becomes int32, JAX's default."""
     if tensor is None:
         return None
     if not tensor.is_floating_point():
@@ -30,7 +30,7 @@ def tensor_of(array: Any) -> Tensor:
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:
-    """Of two arrays, or trees of them."""
+    """Asserts equal bits of two arrays, or of trees of arrays."""
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))

@@ -10,7 +10,7 @@ jax = pytest.importorskip("jax", reason="JAX is not installed")
 import numpy as np  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "jax.md"
-# Those that quote a file, tools/check_docs compares with it.
+# tools/check_docs checks the blocks that quote a file.
 BLOCKS = re.findall(r"^```python\n(?!# examples/)(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 

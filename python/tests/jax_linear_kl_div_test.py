@@ -26,7 +26,7 @@ from jax_arrays import DTYPES, array_of, assert_same_bits, tensor_of  # noqa: E4
 
 V, D, E, K = 37, 24, 31, 6
 DIVERGENCES = ("forward", "reverse", "jsd", "total_variation")
-FAR = -1e4  # the logarithm of a probability of 0, which autograd does not make NaN of
+FAR = -1e4  # the logarithm of a probability of 0; autograd gives no NaN for it
 OUTPUTS = KL_DIV_OUTPUTS
 TEACHERS = ("hidden", "logits", "log_probs", "probs", "class", "renormalize", "zero", "ignore")
 
@@ -34,7 +34,7 @@ Options = dict[str, Any]
 
 
 def divergence_of(kind: str, beta: float, log_s: Tensor, log_t: Tensor) -> Tensor:
-    """A row's, by the formula."""
+    """The divergence of each row, by the formula."""
     if kind == "total_variation":
         return (log_s.exp() - log_t.exp()).abs().sum(-1) / 2
     if kind != "jsd":
@@ -45,8 +45,8 @@ def divergence_of(kind: str, beta: float, log_s: Tensor, log_t: Tensor) -> Tenso
 
 
 class Oracle:
-    """In float64, from the tensors as they were rounded. `teacher`: the arguments of linear_kl_div that say who it is,
-    as tensors."""
+    """The exact results in float64, from the rounded tensors. `teacher` has the arguments of linear_kl_div that give
+    the teacher, as tensors."""
 
     def __init__(self, hidden: Tensor, head: Tensor, bias: Tensor | None, teacher: Options, options: Options) -> None:
         self.leaves = [exact(each, True) for each in (hidden, head, bias)]
@@ -101,8 +101,8 @@ class Oracle:
         divisor = (weight * self.counts).sum() if option("normalizer") is None else option("normalizer")
         self.loss = losses if option("reduction") == "none" else losses.sum()
         self.loss = self.loss / divisor if option("reduction") == "mean" else self.loss
-        # As of chunked_cases.DivergenceOracle: a share of a row's terms as if nothing cancelled, and beside it the
-        # error of a product in float32, which is one of each logarithm.
+        # The bounds of chunked_cases.DivergenceOracle: a share of a row's terms as if nothing cancelled, plus the error
+        # of a product in float32, which each logarithm has once.
         with torch.no_grad():
             size = F.linear(*(None if each is None else each.abs() for each in self.leaves)).amax(-1)
             size = (size + largest_of_teacher.abs().amax(-1)) * max(1.0, option("scale") or 1.0)
@@ -177,8 +177,8 @@ def test_the_loss_the_outputs_and_the_gradients_are_within_the_contract(jax_devi
     hidden, head = random_tensor((4, 5, D), dtype), random_tensor((V, D), dtype, deviation=D**-0.5)
     bias = random_tensor((V,), dtype) if biased else None
     teacher = teacher_of(teacher_kind, dtype, biased)
-    temperature = None if teacher_kind in ("class", "ignore") else temperature  # which is refused
-    kind = "jsd" if (kind, teacher_kind) == ("reverse", "zero") else kind  # which is infinite
+    temperature = None if teacher_kind in ("class", "ignore") else temperature  # the call refuses one
+    kind = "jsd" if (kind, teacher_kind) == ("reverse", "zero") else kind  # "reverse" is infinite there
     options: Options = {
         "divergence": kind, "beta": 0.3, "reduction": reduction, "scale": scale, "softcap": softcap,
         "teacher_scale": scale and 0.8, "teacher_softcap": softcap and 6.0, "row_weight": None, "targets": None,
@@ -261,7 +261,7 @@ def test_equal_heads_and_a_top_k_have_divergence_and_gradient_0(
     given = {"teacher_log_probs": log_probs, "teacher_tokens": tokens, "teacher_rest": rest, "scale": 1 / served_at}
     loss, grads = jax.value_and_grad(functools.partial(call, divergence=divergence, **given), (0, 1))(hidden, head)
     assert abs(loss) < 2e-6
-    # Of total variation they are signs of differences, and of an undivided sum only those of "jsd" are 0.
+    # The gradients of total variation are signs of differences; for an undivided sum only "jsd" has gradients of 0.
     if divergence == "jsd" or (divergence != "total_variation" and rest != "ignore"):
         assert all(abs(each).max() < 2e-6 for each in grads)
 

@@ -1,5 +1,5 @@
-"""Each operator of eaves.jax under what JAX does to functions: jit, vmap, checkpoint, scan, donation, export; and what
-importing and calling it costs."""
+"""Each operator of eaves.jax under JAX's transforms: jit, vmap, checkpoint, scan, donation, export. Also the cost of
+importing and calling it."""
 
 import functools
 import os
@@ -26,13 +26,13 @@ from jax_arrays import array_of, assert_same_bits  # noqa: E402
 
 
 class Operator(NamedTuple):
-    """A function of arrays whose first axis is one of rows, and of parameters, which all rows share."""
+    """A function of arrays, each with rows on its first axis, and of parameters, which all rows share."""
 
     name: str
     function: Callable[..., Any]
     arrays: Callable[[int], tuple[Any, ...]]
     parameters: tuple[Any, ...] = ()
-    is_of_xla: bool = False  # which has other bits in another program
+    is_of_xla: bool = False  # XLA's bits differ between programs
 
     def assert_same(self, actual: Any, expected: Any) -> None:
         if self.is_of_xla:
@@ -41,7 +41,7 @@ class Operator(NamedTuple):
             assert_same_bits(actual, expected)
 
     def step(self, *arrays: Any) -> Any:
-        """The result, and the gradients of a number made of it."""
+        """The result, and the gradients of a number computed from it."""
         differentiable = tuple(i for i, each in enumerate(arrays) if jnp.issubdtype(each.dtype, jnp.floating))
 
         def number(*arrays: Any) -> tuple[Any, Any]:
@@ -100,8 +100,8 @@ each_operator = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
 
 
 def assert_close(actual: Any, expected: Any) -> None:
-    """With another number of rows a product may add up in another order: two results, of which each may be off by 2e-6
-    of the largest (docs/numerics.md)."""
+    """Asserts that two results are close. With another number of rows a product may sum in another order, so each
+    result may be off by 2e-6 of the largest (docs/numerics.md)."""
     np.testing.assert_allclose(actual, expected, rtol=0, atol=4e-6 * np.abs(expected).max())
 
 
@@ -190,7 +190,7 @@ def test_a_program_that_xla_records_gives_the_same_bits_in_each_run(op: Operator
         expected = jax.jit(op.step)(*arrays)
 
         def several(*arrays: Any) -> list[Any]:
-            """Steps that have to follow each other: what each gets depends on the one before."""
+            """Steps in a fixed order, because the input of each depends on the step before."""
             outs = []
             for _ in range(4):
                 out = op.step(*arrays)
@@ -211,7 +211,7 @@ def test_donated_arrays_may_be_overwritten(jax_device: Any, op: Operator) -> Non
     arrays = [jnp.array(each, copy=True) for each in inputs(op)]
     donating = jax.jit(op.step, donate_argnums=0)
     assert_same_bits(donating(*arrays), expected)
-    assert arrays[0].is_deleted()  # its memory is that of a result of the same shape
+    assert arrays[0].is_deleted()  # a result of the same shape has its memory
 
 
 CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in eaves.jax.TARGETS]

@@ -1,4 +1,5 @@
-"""What a forward keeps for its backward (algorithm="keep"), and losses as functions of log-probabilities."""
+"""The tensors that a forward keeps for its backward (algorithm="keep"), and losses as functions of
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def test_gradients_are_those_of_recompute(device: torch.device, rows: int | None
     keep_bytes = None if rows is None else rows * ROW_BYTES
     for keywords in ({"algorithm": "keep"}, {"algorithm": "auto"}):
         if keywords["algorithm"] == "auto" and keep_bytes is None:
-            continue  # that is recompute
+            continue  # that call recomputes
         found = gradients(device, weighted, keep_bytes=keep_bytes, **keywords)
         torch.testing.assert_close(found, expected)
 
@@ -107,7 +108,7 @@ def test_gradients_of_large_vocabularies_are_as_exact_as_those_of_recompute(
 
 
 def saved_elements(loss_of: Any) -> int:
-    """Of the largest tensor that the graph of a call saves."""
+    """The number of elements of the largest tensor that the graph of a call saves."""
     largest = 0
 
     def pack(tensor: Tensor) -> Tensor:
@@ -184,7 +185,7 @@ def test_torch_compile_leaves_calls_alone_whose_numbers_change() -> None:
 
 
 def test_rows_in_another_order_are_computed_again(device: torch.device) -> None:
-    # A hook may give a tensor back in other strides.
+    # A hook may return a tensor with other strides.
     storage = torch.randn(8, 5, D, device=device)
     _, head, tokens = tensors(device)
     tokens = tokens.view(5, 8)
@@ -266,7 +267,7 @@ def test_refusals(error: type[Exception], sentence: str, keywords: dict[str, Any
 
 
 def policy_loss(log_prob: Tensor, entropy: Tensor | None, rows: slice) -> Tensor:
-    """Of GRPO, with a clipped ratio and an entropy."""
+    """The loss of GRPO, with a clipped ratio and an entropy."""
     index = torch.arange(N, device=log_prob.device)[rows].view(-1, *[1] * (log_prob.dim() - 1))
     advantages = ((index % 5) - 2.0).expand_as(log_prob)
     ratio = (log_prob - log_prob.detach() - 0.1 * (index % 3 - 1)).exp()
@@ -275,7 +276,7 @@ def policy_loss(log_prob: Tensor, entropy: Tensor | None, rows: slice) -> Tensor
 
 
 def reference(hidden: Tensor, head: Tensor, tokens: Tensor, fn: Any, temperature: float = 1.0) -> Tensor:
-    """Through all logits, in float64."""
+    """The loss from all logits, in float64."""
     logits = (hidden.double() @ head.double().T / temperature).log_softmax(-1)
     counts = tokens != -100
     log_prob = logits.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1) * counts
@@ -300,7 +301,7 @@ def assert_as_reference(
 
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 16 rows where keep_bytes says so, and not of 128."""
+    """Makes chunks multiples of 16 rows instead of 128, for a small keep_bytes."""
     monkeypatch.setattr("eaves._calls.linear_log_prob_loss._ROWS", 16)
 
 
@@ -344,7 +345,7 @@ def test_packed_sequences_are_cut_at_their_boundaries(device: torch.device) -> N
 
 @pytest.mark.usefixtures("few_rows")
 def test_what_is_kept_is_bounded_by_default(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    # One sequence of 40 tokens where a chunk has room for 16.
+    # One sequence of 40 tokens, and chunks with room for 16.
     monkeypatch.setattr("eaves._calls.linear_log_prob_loss._KEEP_BYTES", 16 * ROW_BYTES)
     hidden, head, tokens = tensors(device)
 

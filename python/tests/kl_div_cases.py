@@ -19,7 +19,7 @@ def logits_of(x: Tensor, head: Tensor, bias: Any = None, scale: Any = None, soft
 
 
 def divergence_of(log_s: Tensor, log_t: Tensor, divergence: str, beta: float = 0.5) -> Tensor:
-    """Of rows of logarithms, which need not be of distributions; those of t may be -inf."""
+    """The divergence of rows of logarithms. They need not be distributions; the teacher's may be -inf."""
     s, t = log_s.exp(), log_t.exp()
     log_t, has_t = log_t.masked_fill(t == 0, 0), t != 0
     if divergence == "total_variation":
@@ -51,7 +51,7 @@ def exact_outputs(
     row_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> dict[str, Tensor]:
-    """From hidden, head and bias in float64, and the teacher's log-probabilities at the temperature."""
+    """The results from hidden, head and bias in float64, and the teacher's log-probabilities at the temperature."""
     z = logits_of(*student, scale, softcap)
     log_s = torch.log_softmax(over(z, temperature), -1)
     counts = torch.ones(z.shape[:-1], dtype=torch.bool) if targets is None else targets != IGNORED
@@ -74,7 +74,7 @@ def exact_outputs(
 
 
 def given_tensors(device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """Of student and teacher: hidden states, head and bias."""
+    """Hidden states, head and bias of student and of teacher."""
     x, head, y, teacher = heads(torch.float64, device, ROWS, CLASSES, deviation=0.8)
     return (
         [x, head, random_tensor((CLASSES,), torch.float64, device)],
@@ -85,7 +85,7 @@ def given_tensors(device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
 def assert_as_exact(
     found: Any, leaves: list[Tensor], exact: dict[str, Tensor], exact_leaves: list[Tensor], what: str = ""
 ) -> None:
-    """Of a result with outputs: each, and the gradient of each that has one."""
+    """Asserts each output of a result, and the gradient of each that has one."""
     found = found if isinstance(found, tuple) else type("Alone", (), {"_fields": ("loss",), "loss": found})
     for name in found._fields:
         value = getattr(found, name)

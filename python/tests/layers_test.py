@@ -21,7 +21,7 @@ def test_imports_between_rooms_go_one_way() -> None:
 
 
 def imported_at_run_time(path: Path) -> set[str]:
-    """The modules that a file imports, but for those that type checkers alone see."""
+    """The modules that a file imports at run time, without imports for type checkers."""
     tree = ast.parse(path.read_text())
     of_type_checkers = {
         inner

@@ -1,4 +1,4 @@
-"""The ways a tensor may lie in memory: each takes a contiguous tensor, and returns one of the same shape."""
+"""The layouts of a tensor in memory: each takes a contiguous tensor, and returns one of the same shape."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ def every_second_element(x: Tensor) -> Tensor:
 
 
 def padded_rows(x: Tensor) -> Tensor:
-    """Three unused elements behind each row, as columns cut from a wider table."""
+    """Three unused elements after each row, like columns cut from a wider table."""
     if x.dim() == 0:
         return x
     return x.new_zeros([*x.shape[:-1], x.shape[-1] + 3])[..., : x.shape[-1]].copy_(x)
@@ -41,7 +41,7 @@ def expanded_along_the_first_axis(x: Tensor) -> Tensor:
 
 
 def expanded_along_the_last_axis(x: Tensor) -> Tensor:
-    """Stride 0 along the axis that rows usually lie along."""
+    """Stride 0 along the axis that rows usually have."""
     return x[..., :1].expand_as(x) if x.dim() else x
 
 
@@ -59,7 +59,8 @@ LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
 def random_tensor(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", deviation: float = 1.0
 ) -> Tensor:
-    """Normally distributed numbers; integers up to 9, which exp takes without one element carrying the whole sum."""
+    """Normally distributed numbers; integers up to 9, because larger ones would make one element the whole sum of
+    exp."""
     generator = torch.Generator().manual_seed(11)
     if dtype.is_floating_point:
         return (deviation * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype).to(device)

@@ -1,5 +1,5 @@
-"""Gradients of rows whose lse needs more digits than one number has: beside a class that is almost certain, and at the
-end of a dtype's range. Every door that keeps an lse, or merges some, keeps two numbers for each."""
+"""Gradients of rows with an lse that needs more digits than one number has: beside a class that is almost certain, and
+at the end of a dtype's range. Every function that keeps or merges lse keeps two numbers for each."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_learned_class_has_its_gradient(device: torch.device, name: str, dtype
 @pytest.mark.parametrize("name", HEADS)
 def test_a_learned_class_of_a_head_has_its_gradient(device: torch.device, name: str, dtype: torch.dtype) -> None:
     weight, target = learned(dtype, device)
-    weight = weight.T.contiguous().requires_grad_()  # of one feature, so that it is the row's logits
+    weight = weight.T.contiguous().requires_grad_()  # one feature, so that the weight is the row's logits
     hidden = torch.ones(1, 1, dtype=dtype, device=device)
     HEADS[name](hidden, weight, target).backward()
     exact = -1 / (1 + torch.tensor(LOGIT, dtype=torch.float64).exp().item() / (CLASSES - 1))

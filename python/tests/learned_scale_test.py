@@ -1,4 +1,4 @@
-"""eaves.linear_cross_entropy with a scale that is a tensor: loss and gradients against the formula in float64."""
+"""eaves.linear_cross_entropy with a tensor as scale: loss and gradients against the formula in float64."""
 
 import math
 from typing import Any
@@ -56,7 +56,7 @@ def test_loss_and_gradients_are_those_of_the_formula(dtype: torch.dtype, device:
         for found, true in zip(given, exact, strict=True):
             assert (found.grad is not None) == found.requires_grad and true.grad is not None
             if found.grad is not None:
-                # The scale's is a sum over products, which may cancel: with the error of the gradients in it.
+                # The scale's gradient sums products that may cancel, and inherits the error of the gradients in them.
                 size = true.grad.norm()
                 if found is given[2]:
                     size = sum(((each * each.grad).norm() for each in (exact[0], *exact[3:])), size)

@@ -1,4 +1,4 @@
-"""eaves.levanter: numbers and gradients are those of Levanter's reference, whose formula is written down here."""
+"""eaves.levanter: numbers and gradients equal Levanter's reference, by its formula, which is written down here."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""The operators of the extension called directly, and programs that torch.export makes of them: schemas, fake
-tensors, and derivatives, which no call loses without a word."""
+"""The operators of the extension called directly, and exported by torch.export: schemas, fake tensors, and derivatives,
+which no call loses silently."""
 
 import copy
 from collections.abc import Sequence
@@ -36,13 +36,13 @@ def test_every_operator_of_the_extension_passes_opcheck(op: Operator, device: to
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     for overload, arguments in op.extension_calls(device):
         torch.library.opcheck(overload, arguments, test_utils=utilities)
-    # Tracing takes a second a call: once for each operator is enough to see that it can be traced.
+    # Tracing takes a second a call, and one trace for each operator shows that it can be traced.
     for overload, arguments in {str(call[0]): call for call in op.extension_calls(device)}.values():
         torch.library.opcheck(overload, arguments, test_utils=("test_aot_dispatch_dynamic",))
 
 
 def wants_gradient(arguments: Sequence[Any]) -> list[Any]:
-    """The arguments, with a gradient asked for of the tensors that can have one."""
+    """The arguments, with requires_grad set on the tensors that can have a gradient."""
     return [
         value.detach().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
         for value in arguments
@@ -73,7 +73,7 @@ def test_a_direct_call_that_would_lose_a_derivative_is_refused(op: Operator, any
             continue
         with pytest.raises(NotImplementedError, match=rf"^{op.name}: .*derivative is lost.*eaves\.{op.name}$"):
             overload(*tracked)
-        expected = overload(*copy.deepcopy(arguments))  # some are written over
+        expected = overload(*copy.deepcopy(arguments))  # some operators write over arguments
         with torch.no_grad():
             actual = overload(*copy.deepcopy(tracked))
         assert_same(as_tuple(actual), as_tuple(expected))
@@ -143,7 +143,7 @@ def test_tensors_of_two_devices_are_refused_and_not_read(op: Operator, device: t
                 said = rf"^{op.name}: \w+ is on [\w:]+, expected [\w:]+ \(as \w+\)(; on meta|$)"
                 with pytest.raises(ValueError, match=said):
                     op.function(*given)
-    # And on the other way to the extension.
+    # The same in direct calls of the extension.
     for overload, arguments in op.extension_calls(device):
         tensors = [i for i, value in enumerate(arguments) if isinstance(value, Tensor)]
         for index in tensors if len(tensors) > 1 else []:

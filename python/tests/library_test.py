@@ -1,5 +1,5 @@
-"""What every operator of the library has to do, whatever it computes: torch's contracts (fake tensors, torch.compile,
-autograd), determinism, threads, and what it must leave alone. The extension and torch.export are in
+"""The duties of every operator of the library, independent of its function: torch's contracts (fake tensors,
+torch.compile, autograd), determinism, threads, and no side effects. The extension and torch.export are in
 library_extension_test.py, torch.func and torch.vmap in transforms_test.py, GPU matters in cuda_test.py.
 """
 
@@ -52,7 +52,7 @@ def test_every_public_function_is_tested_here() -> None:
     ("log_prob", "log_probs_of"), ("linear_log_prob", "log_probs_of"), ("lrpe_cosine", "encoding_of"),
 ])  # fmt: skip
 def test_every_argument_arrives_under_its_name(name: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The function puts them into the record of the call by their places.
+    # The function passes them to the record of the call by position.
     function = getattr(eaves, name)
     calls: list[Any] = []
     monkeypatch.setattr(sys.modules[function.__module__], run, calls.append)
@@ -140,7 +140,7 @@ def test_the_default_backend_compiles_it_between_other_operators(
 
 @each_operator()
 def test_a_second_backward_gives_the_same_gradient(op: Operator, device: torch.device) -> None:
-    # Not scaled twice, as where a backward writes over what the forward kept.
+    # A backward that writes over the forward's tensors must not scale them twice.
     for dtype in (torch.float32, torch.bfloat16):
         tensors = leaves(op, op.inputs(3, device, dtype))
         out = op.function(*tensors)
@@ -151,7 +151,7 @@ def test_a_second_backward_gives_the_same_gradient(op: Operator, device: torch.d
 
 @each_operator()
 def test_a_tensor_that_was_changed_before_the_backward_is_noticed(op: Operator, device: torch.device) -> None:
-    tensors = leaves(op, op.inputs(3, device, torch.float16))  # linear_cross_entropy keeps it in this dtype alone
+    tensors = leaves(op, op.inputs(3, device, torch.float16))  # the only dtype in which linear_cross_entropy keeps it
     moved = scaled(op, 1, tensors)
     out = op.function(*moved)
     moved[op.differentiable[0]].mul_(2)
@@ -184,7 +184,7 @@ def test_a_graph_whose_gradient_is_missing_gives_none(op: Operator, any_device: 
 
 @each_operator()
 def test_a_backward_is_one_operator_that_no_tensor_is_filled_for(op: Operator, any_device: torch.device) -> None:
-    # Autograd hands zeros to a Function for each result that nobody used, unless it is told not to.
+    # By default autograd gives a Function zeros for each unused result.
     for dtype in (torch.float32, torch.bfloat16):
         tensors = leaves(op, op.inputs(3, any_device, dtype))
         out = op.function(*tensors)
@@ -352,7 +352,7 @@ for threads in (1, 3):
 
 
 def test_the_cpu_computes_on_as_many_threads_as_torch_is_told() -> None:
-    # In a process of its own, in which nothing ran in parallel before.
+    # In a process of its own, in which nothing has run in parallel before.
     command = [sys.executable, "-c", COUNT_THREADS, str(Path(__file__).parent)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -361,7 +361,7 @@ def test_the_cpu_computes_on_as_many_threads_as_torch_is_told() -> None:
 
 
 def mapping_flags(address: int) -> list[str]:
-    """The flags of the mapping in which an address lies (VmFlags in proc_pid_smaps(5)); empty where none are said."""
+    """The flags of the mapping that contains an address (VmFlags in proc_pid_smaps(5)); empty if the file has none."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
@@ -375,7 +375,7 @@ def mapping_flags(address: int) -> list[str]:
 
 @each_operator()
 def test_a_large_result_on_the_cpu_asks_for_huge_pages(op: Operator) -> None:
-    # Whether the system then gives them depends on how its memory is cut up, so it is the request that is looked at.
+    # The test checks the request, because the system grants it only if its memory is not too fragmented.
     tensors = leaves(op, op.inputs(2**17, "cpu", torch.bfloat16))
     if not Path("/proc/self/smaps").exists() or not mapping_flags(tensors[0].data_ptr()):
         pytest.skip("the system does not say what is asked of its memory")
@@ -384,5 +384,5 @@ def test_a_large_result_on_the_cpu_asks_for_huge_pages(op: Operator) -> None:
     large = [grad for grad in grads if grad.numel() * grad.element_size() >= 2**22]
     assert large
     for grad in large:
-        # In the middle: the ends have no whole page.
+        # The address in the middle, because the ends have no whole page.
         assert "hg" in mapping_flags(grad.data_ptr() + grad.numel() * grad.element_size() // 2)

@@ -1,4 +1,4 @@
-"""The options of eaves.linear_kl_div, against the formula in float64 and autograd of it: the teacher in each of its
+"""The options of eaves.linear_kl_div, against the formula in float64 and its autograd: the teacher in each of its
 forms, scale, soft cap and temperatures, weights of rows, the hard loss, outputs, padded vocabularies."""
 
 import math
@@ -161,7 +161,7 @@ def test_a_teacher_may_be_given(kind: str, divergence: str, device: torch.device
         leaves = leaves_of([x, head])
         expected = eaves.linear_kl_div(*leaves, y, teacher_head, **options)
         padded = torch.cat([named[kind], torch.zeros_like(named[kind])], -1).to(teacher_dtype)
-        # As it comes, its rows further apart, and without the last row of each batch.
+        # The values as they are, with rows further apart, and without the last row of each batch.
         for values in (named[kind].to(teacher_dtype), padded[..., :CLASSES]):
             found = eaves.linear_kl_div(*leaves, **{f"teacher_{kind}": values}, **options)
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -256,12 +256,12 @@ def test_grad_weight_out_takes_the_gradient_of_the_head(
         out = torch.ones(CLASSES, 24, dtype=out_dtype, device=device)
         given = leaves_of([x, head])
         found = eaves.linear_kl_div(*given, *teacher, reduction=reduction, grad_weight_out=out)
-        for times in (1, 2):  # the second is computed again
+        for times in (1, 2):  # the second backward computes again
             given[0].grad = None
             found.backward(upstream, retain_graph=True)
             assert given[1].grad is None
             torch.testing.assert_close(given[0].grad, grad_hidden)
-            # Of 16 bits that are added to 1, or to what two backwards make.
+            # Sums of 16 bits with 1, or with the result of two backwards.
             of_dtype = {} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2**-6}
             torch.testing.assert_close((out - 1).float(), times * grad_head.float(), **of_dtype)
         with pytest.raises(NotImplementedError, match="with grad_weight_out the gradient has no derivative"):

@@ -1,4 +1,4 @@
-"""eaves.linear_kl_div of classes that are cut over ranks, against the same call of the whole heads, with gloo on the
+"""eaves.linear_kl_div with classes cut over ranks, against the same call of the whole heads, with gloo on the
 CPU."""
 
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def divergences(
     totals = [each for each in found if each.requires_grad]
     torch.autograd.backward(totals, [uneven(each) for each in totals], retain_graph=True)
     gradients = [each.grad.clone() for each in leaves]  # type: ignore[union-attr]
-    gradients += torch.autograd.grad(found.loss, leaves, uneven(found.loss))  # what the forward computed
+    gradients += torch.autograd.grad(found.loss, leaves, uneven(found.loss))  # the forward computed these
     return [each.detach() for each in found], gradients
 
 
@@ -79,7 +79,7 @@ def test_divergences_of_pieces(ranks: Ranks) -> None:
         kind, rest = kind_and_rest
         if (rest, divergence) == ("zero", "reverse"):
             divergence = "forward"
-        if kind == "top_k" and rest in ("class", "ignore"):  # which a temperature is refused with
+        if kind == "top_k" and rest in ("class", "ignore"):  # these refuse a temperature
             temperature = None
         options: dict[str, Any] = {
             "divergence": divergence, "temperature": temperature, "softcap": softcap, "teacher_rest": rest,
@@ -92,7 +92,7 @@ def test_divergences_of_pieces(ranks: Ranks) -> None:
                 torch.testing.assert_close(found, wanted)
         for place, wanted in enumerate(whole):
             parts = [gradients[place] for _, gradients in results]
-            if place % 3 == 0 and not is_parallel:  # of hidden
+            if place % 3 == 0 and not is_parallel:  # the gradient of hidden
                 assert all(torch.equal(part, parts[0]) for part in parts)
                 parts = parts[:1]
             torch.testing.assert_close(torch.cat(parts), wanted, rtol=1e-4, atol=1e-5)

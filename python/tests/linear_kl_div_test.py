@@ -1,5 +1,5 @@
-"""eaves.linear_kl_div against the formula in float64, and its gradients against autograd of that formula. All that
-heads in chunks of rows have in common is in chunked_heads_test.py."""
+"""eaves.linear_kl_div against the formula in float64, and its gradients against autograd of that formula. The tests
+shared by heads in chunks of rows are in chunked_heads_test.py."""
 
 import math
 from typing import Any
@@ -81,7 +81,7 @@ def test_sharp_and_flat_distributions(divergence: str, temperature: float | None
 
 
 def at_level(level: float, spread: float, device: torch.device) -> list[Tensor]:
-    """Heads whose logits are exact: multiples of 1/64 around `level`."""
+    """Heads with exact logits, multiples of 1/64 around `level`."""
     classes = 500
     weight = (spread * torch.linspace(-1, 1, classes) * 64).round() / 64
     student = torch.stack([weight, torch.full((classes,), level)], 1)
@@ -99,7 +99,7 @@ def test_logits_that_are_all_large_or_far_apart(
     options: dict[str, Any] = {"divergence": divergence, "reduction": "none"}
     oracle = DivergenceOracle(*tensors, **options)
     found, upstream, gradients = differentiated(tensors, None, uneven, **options)
-    # m is 0 where both are, whose logarithm the formula has not, and the divergence of what does not meet is ln 2.
+    # m is 0 if both are, and then the formula has no logarithm. The divergence of disjoint distributions is ln 2.
     is_ln2 = oracle.bound.exact.isnan() if divergence == "jsd" else torch.zeros(3, dtype=torch.bool)
     assert_within(found, oracle.bound._replace(exact=oracle.bound.exact.masked_fill(is_ln2, math.log(2))))
     assert all(each is None or each.isfinite().all() for each in gradients)
@@ -130,7 +130,7 @@ def test_no_divergence_is_below_0(divergence: str, device: torch.device) -> None
 def test_beta_belongs_to_the_teacher(device: torch.device) -> None:
     tensors = heads(torch.float64, device)
     kls = {name: eaves.linear_kl_div(*tensors, divergence=name) for name in ("forward", "reverse")}
-    # For small weights the divergence is the weight times the KL of that side.
+    # For a small weight the divergence is the weight times the KL divergence of that side.
     near_0 = eaves.linear_kl_div(*tensors, divergence="jsd", beta=1e-7)
     near_1 = eaves.linear_kl_div(*tensors, divergence="jsd", beta=1 - 1e-7)
     torch.testing.assert_close(near_0 / 1e-7, kls["forward"], rtol=1e-5, atol=0)
@@ -246,7 +246,7 @@ def test_classes_that_the_teacher_masks_add_nothing_to_forward(device: torch.dev
 
 
 def test_classes_that_one_masks_in_jsd(device: torch.device) -> None:
-    # Both of one class, each another: nothing meets, and m is half of each.
+    # Each has all mass on one class, a different one: the supports do not meet, and m is half of each.
     x = torch.ones(1, 1, dtype=torch.float64, device=device)
     weight = torch.zeros(2, 1, dtype=torch.float64, device=device)
     found, _, gradients = differentiated(
@@ -306,7 +306,7 @@ def test_the_teacher_has_a_dtype_of_its_own(
     found, upstream, gradients = differentiated(tensors, None, uneven)
     assert found.dtype == oracle.dtype
     if dtype == torch.float64 and teacher_dtype != torch.float64:
-        return  # the teacher's logits are as exact as its dtype has them
+        return  # the dtype of the teacher's logits limits their accuracy
     assert_within(found, oracle.bound)
     assert_gradients(gradients, oracle.gradients(upstream))
 

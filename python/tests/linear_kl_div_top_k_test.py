@@ -27,7 +27,7 @@ from pairwise import pairwise
 
 
 def top_k_of(logits: Tensor, places: int) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities, with padding of both kinds, and a row of it alone."""
+    """Tokens and log-probabilities, with padding of both kinds, and one row of padding alone."""
     log_probs, tokens = logits.log_softmax(-1).topk(places, -1)
     tokens, log_probs = tokens.clone(), log_probs.clone()
     tokens[0, 0, 1] = -100
@@ -39,7 +39,7 @@ def top_k_of(logits: Tensor, places: int) -> tuple[Tensor, Tensor]:
 def log_probs_with_rest(
     log_s: Tensor, tokens: Tensor, log_probs: Tensor, rest: str, temperature: Any
 ) -> tuple[Tensor, Tensor]:
-    """Of the tokens, padding left out as 0, and with the rest behind them: student and teacher."""
+    """Student's and teacher's log-probabilities of the tokens, with 0 probability for padding, followed by the rest."""
     is_listed = (tokens >= 0) & (log_probs != -math.inf)
     tiny = torch.finfo(log_s.dtype).eps
     of_s = log_s.gather(-1, tokens.clamp(min=0)).masked_fill(~is_listed, -math.inf)
@@ -58,7 +58,7 @@ def log_probs_with_rest(
 
 
 def divergence_of_tokens(log_s: Tensor, log_t: Tensor, divergence: str) -> Tensor:
-    """Places of padding have no part."""
+    """The divergence over the tokens, without places of padding."""
     is_there = (log_s != -math.inf) | (log_t != -math.inf)
     found = []
     for s, t, there in zip(log_s.flatten(0, 1), log_t.flatten(0, 1), is_there.flatten(0, 1)):
@@ -79,7 +79,7 @@ def test_a_top_k_is_its_formula(divergence: str, rest: str) -> None:
     for temperature, softcap, scale, reduction, workspace_bytes in pairwise(
         (None, 2.0, temperatures(ROWS, device)), (None, 1.5), (None, 0.7), REDUCTIONS, (None, 1)
     ):
-        if rest in ("class", "ignore"):  # which a temperature is refused with
+        if rest in ("class", "ignore"):  # these refuse a temperature
             temperature = None
         leaves, exact_leaves = leaves_of(student), leaves_of(student)
         options: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "scale": scale}
@@ -129,7 +129,7 @@ def test_of_a_top_k_of_equal_heads_nothing_is_left(
         scale=1 / served_at,
     )  # fmt: skip
     torch.testing.assert_close(loss, torch.zeros_like(loss), rtol=0, atol=2e-6)
-    # Of total variation they are signs of differences, and of an undivided sum only those of "jsd" are 0.
+    # The gradients of total variation are signs of differences; for an undivided sum only "jsd" has gradients of 0.
     if divergence == "jsd" or (divergence != "total_variation" and rest != "ignore"):
         for gradient in torch.autograd.grad(loss, leaves):
             torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=2e-6)

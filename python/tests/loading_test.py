@@ -1,4 +1,4 @@
-"""What a user is told where the extension cannot be loaded: the versions, or the file and the loader's reason."""
+"""The error for an extension that cannot be loaded: the versions, or the file and the loader's reason."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""eaves.logsumexp and autograd: what is kept, how gradients lie in memory, finite differences, second derivatives."""
+"""eaves.logsumexp and autograd: kept tensors, layouts of gradients, finite differences, second derivatives."""
 
 import math
 
@@ -71,8 +71,8 @@ def test_second_derivatives_have_the_dtype_of_x(device: torch.device) -> None:
 
 @each("dtype", [torch.float16, torch.bfloat16])
 def test_sums_of_second_derivatives_are_not_rounded_to_16_bits(dtype: torch.dtype, device: torch.device) -> None:
-    # 64 equal elements, so that p = 1/64 and v * p are exact; only what is summed needs more bits than there are.
-    # bfloat16 keeps 8 bits: 257 / 64 would be 4, and its difference to 4 nothing. float16 keeps 11.
+    # 64 equal elements make p = 1/64 and v * p exact; only their sum needs more bits than the dtype has. bfloat16 keeps
+    # 8 bits: 257 / 64 would be 4, and its difference to 4 would be 0. float16 keeps 11.
     large = 256 if dtype == torch.bfloat16 else 2048
     x = torch.zeros(2, 64, dtype=dtype, device=device, requires_grad=True)
     out = eaves.logsumexp(x, 1)

@@ -1,6 +1,6 @@
-"""What eaves.logsumexp refuses: ValueError where the caller is wrong, TypeError for a wrong Python type,
-NotImplementedError for what eaves does not have. Each sentence names the operator, the argument, what it is and what
-was expected.
+"""The refusals of eaves.logsumexp: ValueError for a wrong argument, TypeError for a wrong Python type,
+NotImplementedError for a missing feature of eaves. Each sentence names the operator and the argument, its value and the
+expected one.
 """
 
 import numpy
@@ -87,7 +87,7 @@ def test_nested_tensors(layout: torch.layout, wants_grad: bool, device: torch.de
 
 @each("dtype", [torch.float32, torch.bfloat16])
 def test_a_result_that_no_memory_holds(dtype: torch.dtype, device: torch.device) -> None:
-    # 4 PiB in float32: more than an address of 47 bits reaches, so that no system promises it.
+    # 4 PiB in float32, more than a 47-bit address reaches: no system promises it.
     rows = 2**50
     for wants_grad in (False, True):
         x = torch.zeros(1, dtype=dtype, device=device, requires_grad=wants_grad).expand(rows, 1)
@@ -108,7 +108,7 @@ def test_a_gradient_that_no_memory_holds(device: torch.device) -> None:
 
 
 def test_what_the_core_finds_wrong_is_a_value_error(device: torch.device) -> None:
-    # No public call comes so far: the core looks again at what Python has looked at.
+    # No public call gets this far: the core repeats the checks of Python.
     x, lse = torch.zeros(2, 3, device=device), torch.zeros(2, device=device)
     wrong_gradient = (ops.logsumexp_backward.default, torch.zeros(3, device=device), x, lse, [1], False)
     assert_refused_by(through_call, OP, ValueError, r"grad_out has shape \[3\], expected \[2\]", *wrong_gradient)
@@ -132,7 +132,7 @@ def test_what_the_core_does_not_have_is_a_not_implemented_error(device: torch.de
 
 
 def test_what_torch_adds_below_a_sentence_is_left_out() -> None:
-    # Such as the stack of C++ calls, with TORCH_SHOW_CPP_STACKTRACES=1.
+    # For instance the stack of C++ calls, with TORCH_SHOW_CPP_STACKTRACES=1.
     def fails(*arguments: object) -> None:
         raise RuntimeError("eaves.InvalidArgument: logsumexp_forward: x is wrong\nException raised from a.cpp")
 

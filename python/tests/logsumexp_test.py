@@ -1,7 +1,7 @@
-"""eaves.logsumexp: what a call and its backward pass on to the core, beside torch.logsumexp.
+"""eaves.logsumexp: the path of a call and its backward to the core, beside torch.logsumexp.
 
-The tests of the core say how exact it is. Derivatives are in logsumexp_gradient_test.py, arguments that are refused in
-logsumexp_refusals_test.py, and what every operator has to do in library_test.py.
+The tests of the core check its accuracy. Derivatives are in logsumexp_gradient_test.py, refused arguments are in
+logsumexp_refusals_test.py, and the duties of every operator are in library_test.py.
 """
 
 from collections.abc import Callable
@@ -63,11 +63,11 @@ def check(
     dtype: torch.dtype | None = None,
     of_upstream: Callable[[Tensor], Tensor] = contiguous,
 ) -> None:
-    """One call, without and with a gradient asked for: they are two operators beneath. Shape and strides as torch has
-    them; and the gradient."""
+    """One call without and one with a gradient, which use two operators. Compares shape and strides with torch's, and
+    the gradient."""
     oracle = LogsumexpOracle(x, dims, keepdim)
     expected_dtype = dtype or (x.dtype if x.is_floating_point() else torch.float32)
-    # torch takes an empty tuple for all axes in some versions only.
+    # Only some versions of torch take an empty tuple for all axes.
     of_torch = torch.logsumexp(x, tuple(range(x.dim())) if dims == () else dims, keepdim)
     what = f"{x.dtype} keepdim={keepdim} dtype={dtype} strides={x.stride()}"
     for wants_grad in [False, True] if x.is_floating_point() else [False]:
@@ -93,7 +93,7 @@ def test_integers_give_float32_whatever_the_default_dtype_is(device: torch.devic
 
 
 def test_large_integers_are_not_wrapped(device: torch.device) -> None:
-    # 2^40 and -2^40 are exact in float32; a cast to 32 bits would make 0 of both.
+    # 2^40 and -2^40 are exact in float32; a cast to 32 bits would make both 0.
     x = torch.tensor([[2**40, 0], [-(2**40), 5]], device=device)
     assert eaves.logsumexp(x, 1).tolist() == [2.0**40, 5.0]
 
@@ -128,7 +128,7 @@ def test_parameters_inference_tensors_and_modes_without_a_graph(device: torch.de
 
 
 def test_the_result_shares_no_memory_with_x(device: torch.device) -> None:
-    # Summing one element, a kernel might be tempted to hand x back.
+    # A sum of one element must not return x itself.
     for shape in ((), (1,), (4, 1)):
         x = random_tensor(shape, torch.float32, device)
         out = eaves.logsumexp(x, -1)

@@ -1,6 +1,6 @@
 """The batching rules of eaves.logsumexp: every option under torch.vmap, with and without a gradient, is the loop.
 
-What torch.vmap and torch.func have to do around any operator is in transforms_test.py.
+The duties of any operator under torch.vmap and torch.func are in transforms_test.py.
 """
 
 from collections.abc import Callable
@@ -52,8 +52,8 @@ def test_every_option_under_vmap_is_the_loop(shape: tuple[int, ...], dims: objec
         actual = torch.vmap(function)(x)
         assert actual.dtype == (result or dtype)
         assert_agree(actual, expected)
-        # With a gradient, which for 16 bits is another operator of the extension. Each sample's gradient, the batch's,
-        # and autograd's.
+        # With a gradient, 16 bits use another operator of the extension. The gradient of each sample, of the batch, and
+        # by autograd.
         wanted = torch.stack([grad(weighted)(sample) for sample in x])
         assert wanted.dtype == dtype
         assert_agree(torch.vmap(grad(weighted))(x), wanted)
@@ -85,7 +85,7 @@ def test_the_batch_may_lie_on_any_axis_of_x_and_of_the_upstream_gradient(any_dev
 
 
 def test_the_rules_themselves_give_the_shapes_of_the_loop(any_device: torch.device) -> None:
-    # torch.func brings a gradient into the shape of its tensor, which hides what the rule of the backward gave.
+    # torch.func reshapes a gradient to its tensor, which hides the shape that the backward's rule returned.
     ops = torch.ops.eaves
     for shape in ((4,), (4, 3), (4, 3, 5)):
         for keepdim in (False, True):

@@ -1,4 +1,4 @@
-"""lrpe_cosine by its formula, and as the tests of the whole library call it."""
+"""lrpe_cosine by its formula, and its entry in the tests of the whole library."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -47,8 +47,8 @@ def positions_of(
 
 
 def phase(x: Tensor, theta: Tensor, rounds: bool, **angles: Any) -> tuple[Tensor, Tensor]:
-    """The angle and the position of each feature of x, which is [B, N, H, D]; with `rounds` they are those of float32,
-    but as differentiable as without."""
+    """The angle and the position of each feature of x, [B, N, H, D]. With `rounds` they are rounded to float32, but
+    stay as differentiable as without."""
     batch, length, _, features = x.shape
     each = theta.shape[1]
     on_axis = positions_of(batch, length, **angles)
@@ -58,7 +58,7 @@ def phase(x: Tensor, theta: Tensor, rounds: bool, **angles: Any) -> tuple[Tensor
         return x.new_zeros(x.shape), x.new_zeros(batch, length, 1, features)
     d = torch.arange(features)
     axis = 0 * d if each == 1 and axes == 1 else d // each
-    # Behind the last axis lies one of zeros, for the features that belong to none.
+    # An axis of zeros follows the last one, for the features that belong to no axis.
     of_features = torch.nn.functional.pad(on_axis, (0, 1))[..., axis.clamp(max=axes)].unsqueeze(2)
     angle = of_features * theta[:, d % each]
     if rounds:
@@ -67,7 +67,7 @@ def phase(x: Tensor, theta: Tensor, rounds: bool, **angles: Any) -> tuple[Tensor
 
 
 def activate(x: Tensor, activation: str, activation_dim: int | None) -> Tensor:
-    """Of x [B, N, H, D]."""
+    """The activation of x, [B, N, H, D]."""
     if activation == "softmax":
         return x.softmax(1 if activation_dim == -2 else -1)
     return {"none": lambda z: z, "relu": torch.relu, "sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu}[
@@ -94,7 +94,7 @@ def formula(
 
 
 def slope_size(x: Tensor, activation: str) -> Tensor:
-    """The size of the derivative of an activation that is not a softmax, as if silu's two terms did not cancel."""
+    """The size of the derivative of an activation other than softmax, as if silu's two terms did not cancel."""
     if activation == "none":
         return torch.ones_like(x)
     if activation == "relu":
@@ -108,7 +108,8 @@ def largest_along(sizes: Tensor, axis: int) -> Tensor:
 
 
 def softmax_scale(sizes: Tensor, axis: int) -> Tensor:
-    """At least 1/1024 of the largest of the row or column: of smaller ones the exponent has few digits left."""
+    """The sizes, at least 1/1024 of the largest in the row or column, because smaller exponents have few digits
+    left."""
     return torch.maximum(sizes, largest_along(sizes, axis) / 1024)
 
 
@@ -116,26 +117,26 @@ def softmax_axis(activation_dim: int | None = None, layout: str = "bnhd", **_: A
     return -1 if activation_dim != -2 else 1 if layout == "bnhd" else 2
 
 
-# `scale` is of each element by itself: the sum of the sizes of its own terms; of a softmax also that of its row or
+# `scale` is for each element by itself the sum of the sizes of its own terms; for a softmax also the sum of its row or
 # column. testing/tolerance.h says the same.
 
 
 def allowed_elementwise_error(dtype: torch.dtype, exact: Tensor, scale: Tensor) -> Tensor:
-    """Of few terms: in 16 bits the contract's 1e-6 is what float32 makes of terms of size 4."""
+    """The bound for few terms: in 16 bits the contract's 1e-6 is the error of float32 for terms of size 4."""
     if dtype.itemsize != 2:
         return allowed_error(dtype, exact, scale)
     return 0.5 * unit_in_last_place(dtype, exact) + 1e-6 * (scale / 4).clamp(min=1)
 
 
 def allowed_sum_error(dtype: torch.dtype, exact: Tensor, scale: Tensor) -> Tensor:
-    """Of many terms: in 16 bits what float32 is allowed, rounded once."""
+    """The bound for many terms: in 16 bits float32's bound, plus one rounding."""
     if dtype.itemsize != 2:
         return allowed_error(dtype, exact, scale)
     return 0.5 * unit_in_last_place(dtype, exact) + allowed_error(torch.float32, exact, scale)
 
 
 class Oracle:
-    """What eaves.lrpe_cosine and its gradients have to be, and how far from it they may be."""
+    """The exact results of eaves.lrpe_cosine and its gradients, and their bounds."""
 
     def __init__(self, x: Tensor, theta: Tensor, grad_out: Tensor | None = None, **options: Any) -> None:
         z, angles = (t.detach().cpu().double().requires_grad_() for t in (x, theta))
@@ -150,10 +151,10 @@ class Oracle:
             return
         g = grad_out.detach().cpu().double()
         grads = torch.autograd.grad(exact, (z, angles), g, allow_unused=True)
-        # Where nothing is turned, the formula does not look at theta.
+        # Without a turn the formula does not depend on theta.
         grad_x, grad_theta = (torch.zeros_like(t) if d is None else d for d, t in zip(grads, (z, angles)))
         scale_x, scale_theta = gradient_scales(z.detach(), angles, a, g, x.dtype != torch.float64, **options)
-        if is_softmax:  # the largest gradient of the row or column, and where that cancels the element's terms
+        if is_softmax:  # the largest gradient of the row or column, and the element's terms, in case it cancels
             scale_x = torch.maximum(softmax_scale(scale_x, axis), largest_along(grad_x.abs(), axis))
         self.grad_x = Bound(grad_x, allowed_elementwise_error(x.dtype, grad_x, scale_x))
         self.grad_theta = Bound(grad_theta, allowed_sum_error(theta.dtype, grad_theta, scale_theta))
@@ -171,7 +172,7 @@ def gradient_scales(
     layout: str = "bnhd",
     **angles: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Of each element of grad_x, and of grad_theta, the sum of the sizes of its terms; `a` is the activation's size."""
+    """For each element of grad_x and grad_theta, the sum of the sizes of its terms; `a` is the activation's size."""
     x, a, grad_out = (t if layout == "bnhd" else t.transpose(1, 2) for t in (x, a, grad_out))
     phi, position = phase(x, theta.detach(), rounds, **angles)
     g_cos, g_sin = grad_out.abs().chunk(2, -1)
@@ -189,7 +190,7 @@ def gradient_scales(
 
 
 def angles(heads: int, features: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
-    """theta, [heads, features]: from 1 down to 0.01, so that near and far positions turn."""
+    """theta, [heads, features], from 1 down to 0.01, so that near and far positions turn."""
     count = heads * features
     return (0.01 ** (torch.arange(count, dtype=torch.float64) / max(count, 1))).view(heads, features).to(device, dtype)
 
@@ -203,10 +204,11 @@ def lrpe_cosine_inputs(batch: int, device: torch.device | str, dtype: torch.dtyp
 
 
 def of_batch_or_sample(function: Any) -> Any:
-    """`function` of x [B, N, H, D], theta and offsets, as one of x and offsets alone, or of one entry of each."""
+    """Turns `function` of x [B, N, H, D], theta and offsets into one of x and offsets alone, or of one entry of
+    each."""
 
     def call(x: Tensor, offset: Tensor) -> Tensor:
-        # Made in the call, so that it is a fake or a meta tensor where x is.
+        # Made in the call, so that it is a fake or a meta tensor if x is one.
         theta = torch.full((1, 1), 0.7, device=x.device)
         if x.dim() == 4:
             return function(x, theta, offset)
@@ -280,7 +282,7 @@ def lrpe_cosine_extension_calls(device: torch.device | str) -> list[tuple[Any, t
 
 LRPE_COSINE = Operator(
     name="lrpe_cosine",
-    # With what has most to do: a softmax over the sequence has a second result, and an offset for each batch entry.
+    # The richest call: a softmax over the sequence has a second result, and each batch entry has an offset.
     function=of_batch_or_sample(
         lambda x, theta, offset: eaves.lrpe_cosine(x, theta, offset=offset, activation="softmax", activation_dim=-2)
     ),

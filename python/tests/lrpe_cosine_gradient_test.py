@@ -1,4 +1,4 @@
-"""The gradients of eaves.lrpe_cosine: right, of what is asked for and no more, and what is kept for them."""
+"""The gradients of eaves.lrpe_cosine: correct, only of the tensors that want one, and the tensors kept for them."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def test_derivatives_of_first_and_second_order_agree_with_finite_differences(
     options: dict[str, Any], activation: str, dim: int | None, device: torch.device
 ) -> None:
     call = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in options.items()}
-    # One layout each: angles for half of the features, as grids have them, or one head for all.
+    # One layout each: angles for half of the features, as in grids, or one head for all.
     is_turned = [each is options for each in POSITIONS].index(True) % 2 == 0
     layout, shape = ("bhnd", (1, 3)) if is_turned else ("bnhd", (2, 2))
     x = random_tensor((2, 2, 5, 3) if is_turned else (2, 5, 2, 3), torch.float64, device).requires_grad_()
@@ -60,7 +60,7 @@ def test_derivatives_of_first_and_second_order_agree_with_finite_differences(
 
 
 def test_the_gradient_of_a_turned_tensor_lies_as_the_tensor_does(device: torch.device) -> None:
-    # As after x.view(B, N, H, D).transpose(1, 2): or the projection behind it would copy its gradient.
+    # The layout of x.view(B, N, H, D).transpose(1, 2). In another one the projection behind it would copy its gradient.
     theta = angles(3, 7, device=device)
     for activation, dim in ACTIVATIONS:
         for layout in ("bnhd", "bhnd"):
@@ -128,7 +128,7 @@ def test_a_change_of_x_before_the_backward_is_noticed_where_it_matters(device: t
 
 
 def test_gradients_of_higher_order(device: torch.device) -> None:
-    # Through second derivatives that are torch's own operators, any order.
+    # The second derivatives are torch's own operators, so any order works.
     x = random_tensor((1, 3, 1, 2), torch.float64, device).requires_grad_()
     theta = angles(1, 2, torch.float64, device).requires_grad_()
 

@@ -47,7 +47,7 @@ def test_an_offset_on_the_device_is_one_compilation(any_device: torch.device, fr
     assert counter.frame_count == 1
 
 
-# What is kept for the backward differs: neither x nor an lse, x, x and an lse.
+# The tensors kept for the backward differ: none, x, or x and an lse.
 @pytest.mark.parametrize(
     ("activation", "dim", "layout"), [("none", None, "bnhd"), ("silu", None, "bhnd"), ("softmax", -2, "bhnd")]
 )
@@ -111,7 +111,7 @@ def loop(function: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> Te
     )
 
 
-# In which of x, theta and the third tensor, if there is one, samples differ; and where their axis is.
+# The axis of the samples in x, theta and the third tensor, if there is one; None: all samples share the tensor.
 IN_DIMS = [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0), (3, 1, -1), (1, None, -1), (0, 1, None)]
 
 
@@ -127,8 +127,8 @@ THIRDS = {
 
 
 def vmapped(third: str, device: torch.device) -> Iterator[tuple[Any, tuple[int | None, ...], list[Tensor]]]:
-    """A function of one sample, in_dims, and x, theta and the third tensor of a sample. The activation is another with
-    each in_dims and each third tensor, so that every two of the three meet."""
+    """A function of one sample, in_dims, and x, theta and the third tensor of a sample. The activation changes with
+    in_dims and with the third tensor, so that every two of the three meet."""
     name = {"offsets": "offset", "positions of each": "positions"}.get(third, third)
     one = [random_tensor((2, 5, 3, 4), torch.float32, device), angles(3, 4, device=device), THIRDS[third].to(device)]
     for index, in_dims in enumerate(IN_DIMS):
@@ -193,7 +193,7 @@ def test_a_theta_from_outside_of_a_transform_gets_its_gradient(any_device: torch
     (actual,) = torch.autograd.grad(out.sin().sum(), theta)
     (expected,) = torch.autograd.grad(eaves.lrpe_cosine(x, theta, activation="silu").sin().sum(), theta)
     assert_agree(actual, expected)
-    # Tracked by an outer transform alone, while an inner one is of x.
+    # Only an outer transform tracks theta; an inner one is of x.
     detached = theta.detach()
 
     def inner(theta: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def test_jacobians_of_both_and_hessians(any_device: torch.device) -> None:
 
 
 def test_angles_are_learned(any_device: torch.device) -> None:
-    # The turn of a key that is one position behind, found from inner products.
+    # Learns the turn of a key that is one position behind, from inner products.
     target = torch.tensor([[0.3]], device=any_device)
     x = torch.ones(1, 8, 1, 1, device=any_device)
     module = eaves.LRPECosine(1, 1, learnable=True, device=any_device)

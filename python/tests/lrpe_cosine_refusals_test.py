@@ -1,6 +1,6 @@
-"""What eaves.lrpe_cosine refuses: ValueError where the caller is wrong, TypeError for a wrong Python type,
-NotImplementedError for what eaves does not have. Each sentence names the operator, the argument, what it is and what
-was expected.
+"""The refusals of eaves.lrpe_cosine: ValueError for a wrong argument, TypeError for a wrong Python type,
+NotImplementedError for a missing feature of eaves. Each sentence names the operator and the argument, its value and the
+expected one.
 """
 
 import numpy
@@ -106,13 +106,13 @@ CONTENTS = [
 def test_packed_sequences_that_do_not_fit_are_refused_on_a_cpu() -> None:
     for cu_seqlens, sentence in CONTENTS:
         assert_refused_by(eaves.lrpe_cosine, OP, ValueError, sentence, **RIGHT, cu_seqlens=cu_seqlens)
-    with FakeTensorMode() as mode:  # which has no contents to look at
+    with FakeTensorMode() as mode:  # a fake tensor has no contents to check
         fake = [mode.from_tensor(tensor) for tensor in (*RIGHT.values(), integers(3, 1))]
         assert eaves.lrpe_cosine(*fake[:2], cu_seqlens=fake[2]).shape == (2, 6, 3, 8)
 
 
 def test_a_gradient_with_the_wrong_shape_is_refused_by_the_operator() -> None:
-    # Autograd checks that of a user; these are the operator's own words.
+    # Autograd checks a user's gradient; here the operator's own check speaks.
     backward = torch.ops.eaves.lrpe_cosine_backward
     x, theta = RIGHT.values()
     for grad_out, sentence in (

@@ -1,6 +1,6 @@
-"""eaves.lrpe_cosine: what a call and its backward pass on to the core, positions in each form, and eaves.LRPECosine.
+"""eaves.lrpe_cosine: the path of a call and its backward to the core, positions in each form, and eaves.LRPECosine.
 
-The tests of the core say how exact it is, at positions and sizes of every kind."""
+The tests of the core check its accuracy, at positions and sizes of every kind."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ from pairwise import pairwise
 each_activation = pytest.mark.parametrize(("activation", "dim"), ACTIVATIONS)
 each_dtype = pytest.mark.parametrize("dtype", FLOATING_POINT, ids=str)
 
-# Nine positions, as one axis and as grids, with and without tokens in front.
+# Nine positions, as one axis and as grids, with and without extra tokens in front.
 GRIDS: list[dict[str, Any]] = [
     {},
     {"extra_tokens": 2},
@@ -30,9 +30,9 @@ GRIDS: list[dict[str, Any]] = [
     {"grid": (2, 2, 2), "extra_tokens": 1},
     {"extra_tokens": 9},
 ]
-# Of 7 features: all of their own, fewer and more than there are, one; of each head and of all.
+# Angles for 7 features: for all, for fewer and more than there are, one; for each head and for all heads.
 THETAS = [(3, 7), (1, 7), (3, 3), (1, 2), (3, 9), (3, 1), (1, 1), (3, 0)]
-# Of whether theta is float32 whatever x is, how its tensors lie in memory, and how the upstream gradient does.
+# The bool: whether theta is float32 for any x. The two layouts: of its tensors in memory, and of the upstream gradient.
 CASES = pairwise(ACTIVATIONS, GRIDS, THETAS, FLOATING_POINT, ("bnhd", "bhnd"), (False, True), LAYOUTS, LAYOUTS)
 
 
@@ -86,9 +86,9 @@ def test_what_makes_the_same_positions_gives_the_same_bits(
     each = call(offset=integers(5, -3))
     same(each[:1], call(x[:1], offset=5))
     same(each[1:], call(x[1:], offset=-3))
-    # Of the extra tokens positions are not read.
+    # The call does not read the positions of extra tokens.
     same(call(extra_tokens=2, positions=integers(99, -99, *range(7))), call(extra_tokens=2))
-    # One axis of a grid of one row, and features beyond it.
+    # One axis of a grid with one row, and features beyond it.
     if dim != -2:
         same(call(cu_seqlens=integers(0, 9)), plain)
         packed = call(cu_seqlens=integers(0, 0, 4, 9, dtype=torch.int32))

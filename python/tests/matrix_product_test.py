@@ -1,4 +1,4 @@
-"""add_product of the extension: a product added to a third matrix, which heads in chunks of rows are made of."""
+"""add_product of the extension: adds a product to a third matrix. Heads in chunks of rows use it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ def factors(dtype: torch.dtype, device: torch.device, rows: int, depth: int, col
 
 
 def bound(a: Tensor, b: Tensor) -> Tensor:
-    """Sums in float32 of terms as if they did not cancel."""
+    """The bound of sums in float32, for terms as if they did not cancel."""
     return 1e-6 * (1 + a.double().abs() @ b.double().abs())
 
 
 @each("dtype", DTYPES, ids=str)
 def test_a_product_is_added_in_the_dtype_of_sums(dtype: torch.dtype, device: torch.device) -> None:
-    # Sizes that are no whole vectors, and a transposed factor, one of columns with gaps, and a sum of rows with gaps.
+    # Sizes that are no whole vectors, a transposed factor, one with gaps between columns, and a sum with gaps between
+    # rows.
     a, b = factors(dtype, device, 37, 131, 29)
     given = torch.randn(37, 40, device=device, dtype=torch.promote_types(dtype, torch.float32))
     for left in (a, a.t().contiguous().t(), torch.cat([a, a], 1)[:, :131]):
@@ -43,7 +44,7 @@ def test_a_sum_may_have_the_dtype_of_the_factors(dtype: torch.dtype, device: tor
     sums = given.clone()
     add_product(sums, a, b)
     exact = given.double() + a.double() @ b.double()
-    # Rounded once, on a GPU the product before it is added too.
+    # Rounded once; on a GPU the product is also rounded before the addition.
     eps = torch.finfo(dtype).eps
     assert ((sums.double() - exact).abs() <= eps * (exact.abs() + (exact - given.double()).abs())).all()
 

@@ -1,4 +1,4 @@
-"""What the tests of the whole library have to know of an operator."""
+"""The facts about an operator that the tests of the whole library need."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,28 +12,28 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Operator:
-    """One public function, and what the tests of the whole library need to call it."""
+    """One public function, with the tensors and facts that the tests of the whole library need to call it."""
 
     name: str
-    # Takes tensors alone, a batch of samples or one of them, and gives one tensor.
+    # Takes only tensors, for a batch of samples or for one sample, and returns one tensor.
     function: Callable[..., Tensor]
     # The same function in torch, for the cost of a call on the host.
     torch_function: Callable[..., Tensor]
-    # Which of the tensors have a gradient. The others, indices for instance, are never scaled, sliced or cast.
+    # The tensors that have a gradient. The others, such as indices, are never scaled, sliced or cast.
     differentiable: tuple[int, ...]
-    # The tensors of a batch of so many samples. The first axis of each is the batch; `dtype` is that of the
-    # differentiable ones.
+    # The tensors of a batch with this number of samples. The first axis of each is the batch; `dtype` is the dtype of
+    # the differentiable tensors.
     inputs: Callable[[int, torch.device | str, torch.dtype], Tensors]
-    # So small that a call is all there is to measure, and that finite differences may take two calls for each element.
+    # So small that only the call itself takes time, and that finite differences may take two calls for each element.
     tiny_inputs: Callable[[torch.device | str, torch.dtype], Tensors]
-    # So large that the CPU uses several threads, and a GPU a workspace where there is one.
+    # So large that the CPU uses several threads, and a GPU a workspace if the operator has one.
     large_inputs: Callable[[torch.device | str], Tensors]
     has_workspace: bool
-    # Without, torch.autograd.grad of a gradient is a NotImplementedError.
+    # False: torch.autograd.grad of a gradient is a NotImplementedError.
     has_second_derivative: bool
     # Every operator of the extension with arguments: layouts, empty tensors, and each option.
     extension_calls: Callable[[torch.device | str], list[tuple[Any, tuple[Any, ...]]]]
-    # torch.autocast casts what it is given, as that of F.linear; without, it leaves the dtype as it is.
+    # True: torch.autocast casts the tensors, as for F.linear. False: it leaves their dtype as it is.
     follows_autocast: bool = False
-    # Other public functions, that the operator is put together from or that are made of it, with tests of their own.
+    # Other public functions that the operator consists of, or that consist of it; they have tests of their own.
     parts: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The operators that library_test.py, package_test.py and cuda_test.py go through, and how those call them.
+"""The operators that library_test.py, package_test.py and cuda_test.py test, and the helpers that call them.
 
 A new operator adds a file <op>_cases.py beside logsumexp_cases.py, and its entry to OPERATORS.
 """
@@ -46,7 +46,7 @@ class Stop(torch.autograd.Function):
 
 
 def leaves(op: Operator, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors of a call, those that are differentiable detached and with a gradient asked for."""
+    """The tensors of a call. The differentiable ones are detached, and require a gradient."""
     return tuple(t.detach().requires_grad_() if i in op.differentiable else t for i, t in enumerate(inputs))
 
 
@@ -70,12 +70,12 @@ def gradient(op: Operator, inputs: Sequence[Tensor], upstream: Tensor | None = N
 
 
 def lying(op: Operator, layout: Callable[[Tensor], Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The same numbers in another layout, of the tensors that are differentiable."""
+    """The tensors, with the differentiable ones in another layout."""
     return [layout(tensor) if index in op.differentiable else tensor for index, tensor in enumerate(inputs)]
 
 
 def of_differentiable(op: Operator, function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[..., Tensor]:
-    """`function` as one of the differentiable tensors alone; the others are those of `inputs`."""
+    """`function` of the differentiable tensors alone, with the other tensors of `inputs`."""
 
     def of_wanted(*wanted: Tensor) -> Tensor:
         tensors = list(inputs)
@@ -87,11 +87,11 @@ def of_differentiable(op: Operator, function: Callable[..., Tensor], inputs: Seq
 
 
 def loop(op: Operator, *inputs: Tensor) -> Tensor:
-    """What torch.vmap has to give: the function called on each sample."""
+    """The expected result of torch.vmap: the function called on each sample."""
     return torch.stack([op.function(*sample) for sample in zip(*inputs, strict=True)])
 
 
 def assert_same(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Equal bit for bit, NaN to NaN."""
+    """Asserts that tensors are equal bit for bit, NaN to NaN."""
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=0, atol=0, equal_nan=True)

@@ -1,5 +1,5 @@
-"""The wheel of dist/, as `make wheel` made it: what is in it, and that it works where there is nothing but Python and
-PyTorch. The source archive, from which the same package is built again."""
+"""The wheel in dist/ that `make wheel` made: its contents, and that it works with nothing but Python and PyTorch. Also
+the source archive, from which the same package is built again."""
 
 import os
 import re
@@ -18,9 +18,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / "build" / "wheel" / "CMakeCache.txt"
 WHEELS = sorted((ROOT / "dist").glob("eaves-*.whl"))
-LIMIT_MB = 60  # what package indices take without asking is 100
-# What a wheel may ask of the system: PyTorch's libraries, which it has loaded (tools/wheel leaves them out), and the
-# C and C++ runtimes.
+LIMIT_MB = 60  # package indices accept 100 without asking
+# The libraries that a wheel may need from the system: PyTorch's, which it has loaded (tools/wheel leaves them out), and
+# the C and C++ runtimes.
 SYSTEM = {"libc10.so", "libtorch_cpu.so", "libc.so.6", "libdl.so.2", "libgcc_s.so.1", "libm.so.6", "libpthread.so.0"}
 SYSTEM |= {"librt.so.1", "libstdc++.so.6", "ld-linux-x86-64.so.2"}
 
@@ -95,13 +95,13 @@ def installed(wheel: Path, folder: Path) -> Path:
     python = folder / "bin" / "python"
     packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", packages, wheel)
-    # Behind its own packages, so that this eaves and not the one of the tests is found.
+    # After its own packages, so that this eaves is found and not the tests' one.
     (packages / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
 
 
 def check_that_it_works(python: Path, folder: Path) -> str:
-    """Without a compiler, in a folder that is not the tree. Returns what `info` says."""
+    """Runs the package without a compiler, in a folder outside of the tree. Returns the output of `info`."""
     environment = {"PATH": str(folder / "empty"), "HOME": str(folder)}
     info = run(python, "-m", "eaves", "info", cwd=folder, env=environment)
     file = run(python, "-c", SMOKE, cwd=folder, env=environment).strip()
@@ -146,7 +146,7 @@ def test_the_wheel_works_in_a_fresh_environment_without_a_compiler(tmp_path: Pat
 
 
 def settings() -> Iterator[str]:
-    """How the wheel of dist/ was configured, so that what it compiled is compiled no second time."""
+    """The configuration of the wheel in dist/, so that no code is compiled a second time."""
     for name, value in re.findall(r"^(EAVES_CUDA|EAVES_CUDA_TARGETS):\w+=(.+)$", CACHE.read_text(), re.MULTILINE):
         yield f"-Ccmake.define.{name}={value}"
 

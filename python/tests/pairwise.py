@@ -1,5 +1,5 @@
-"""Few combinations of many options: every two values meet, three or more by chance. What a kernel or a rule gets wrong
-depends on one option or on how two of them go together."""
+"""Few combinations of many options: every two values meet, three or more by chance. An error in a kernel or a rule
+usually depends on one option or on two together."""
 
 import random
 from collections.abc import Sequence

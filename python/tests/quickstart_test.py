@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parents[2] / "docs" / "quickstart.md"
-# Those that quote a file, tools/check_docs compares with it.
+# tools/check_docs checks the blocks that quote a file.
 BLOCKS = re.findall(r"^```python\n(?!# examples/)(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 

@@ -1,5 +1,5 @@
-"""Processes that stand for the ranks of a torch.distributed job: on the CPU with gloo, or on a GPU each with NCCL. They
-are started once, and each test has functions run in all of them."""
+"""Processes that act as the ranks of a torch.distributed job: on the CPU with gloo, or each on a GPU with NCCL. They
+start once, and each test runs functions in all of them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from torch.distributed import _composable_state
 from torch.utils._pytree import tree_map_only
 
 RANKS = 4  # on the CPU
-TIMEOUT = 60  # seconds: what hangs is an error after that
+TIMEOUT = 60  # seconds, after which a rank that hangs is an error
 
 
 _device = torch.device("cpu")
 
 
 def here() -> torch.device:
-    """The device of this rank; in the tests' own process the CPU."""
+    """The device of this rank; in the tests' own process it is the CPU."""
     return _device
 
 
 class Ranks:
-    """`count` processes. run(function, *arguments) calls it in each of them, with the group of all or of the first
-    `ranks` (as many as there are), and gives their results; an exception of one is raised here. Tensors of arguments
-    are moved to the device of the rank, those of results to the CPU."""
+    """`count` processes. run(function, *arguments) calls the function in each of them, with the group of all ranks or
+    of the first `ranks`, and returns their results. An exception of one rank is raised here. Tensors in arguments move
+    to the device of the rank, tensors in results to the CPU."""
 
     def __init__(self, count: int = RANKS, device_type: str = "cpu") -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -66,7 +66,7 @@ class Ranks:
         return results
 
     def refusals(self, function: Callable[..., Any], *arguments: Any) -> list[tuple[str, str]]:
-        """Type and message of what each rank raises; all have to."""
+        """The type and message of each rank's exception; all ranks have to raise one."""
         results = self.try_all(function, *arguments)
         assert all(isinstance(each, Failure) for each in results), results
         return [(each.kind, each.message) for each in results]
@@ -86,7 +86,7 @@ class Failure:
 
 
 def _packed(value: object) -> bytes:
-    """By value, where a connection would share the memory of tensors."""
+    """The value as bytes, because a connection would share the memory of its tensors."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
@@ -120,6 +120,7 @@ def _work(rank: int, count: int, device_type: str, rendezvous: str, connection: 
             result = Failure(error)
         connection.send_bytes(_packed(result))
         if _composable_state._module_state_mapping:
-            # Modules of fully_shard are cycles, and a later test's DTensor on an equal mesh may be of anything.
+            # Modules of fully_shard are reference cycles. One that stays alive makes a later test's DTensor on an equal
+            # mesh look like its parameter.
             gc.collect()
     distributed.destroy_process_group()

@@ -71,7 +71,7 @@ def test_the_recipe_runs(title: str, block: str, tmp_path: Path, request: pytest
     if title.startswith("Retrieval: doc") or "false_negatives" in given:
         wanted, logits = given["own"], (given["queries"] @ given["texts"].T).double()
         masked = given.get("false_negatives")
-        if masked is None:  # each document where it is first
+        if masked is None:  # the first occurrence of each document
             masked = (given["ids"][:, None] == given["ids"]).triu(1).any(0)
             assert masked.any()
             wanted = given["first"][wanted]

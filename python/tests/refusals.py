@@ -1,4 +1,5 @@
-"""What the tests of refusals share: an error is of one kind, and its message one sentence without internal words."""
+"""The shared check of the tests of refusals: an error has one type, and its message is one sentence without internal
+words."""
 
 import re
 from collections.abc import Callable
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-# Only those who wrote the package know these.
+# Words that only the authors of the package know.
 INTERNAL = ("Exception raised from", ".cpp", ".h:", "aten::", "eaves.", "Error", "aoti", "_forward", "_backward")
 
-Call = tuple[dict[str, Any], type[Exception], str]  # the arguments that are wrong, the kind, a part of the sentence
+Call = tuple[dict[str, Any], type[Exception], str]  # the wrong arguments, the type, a part of the sentence
 
 
 def assert_refused_by(
@@ -24,15 +25,15 @@ def assert_refused_by(
     assert caught.type is kind, caught.type
     assert re.search(sentence, message), message
     assert message.startswith(f"{op}: ") and "\n" not in message, message
-    without_names = message.replace("inplace_backward", "")  # the user's
+    without_names = message.replace("inplace_backward", "")  # a word of the user
     assert not [internal for internal in INTERNAL if internal in without_names], message
 
 
 def assert_each_refused(
     function: Callable[..., object], op: str, right: dict[str, Any], call: Call, device: Any
 ) -> None:
-    """Of a call that is right but for some arguments; whether a gradient is wanted or not, and of tensors without data
-    in the same words. `right` begins with the tensor that is differentiated."""
+    """Asserts the refusal of a call that is right except for some arguments: with a gradient and without, and in the
+    same words for tensors without data. `right` begins with the tensor that is differentiated."""
     wrong, kind, sentence = call
     named = {
         name: value.to(device) if isinstance(value, Tensor) and not value.is_meta else value

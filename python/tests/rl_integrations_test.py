@@ -1,5 +1,5 @@
 """eaves.skyrl, eaves.nemo_rl and eaves.prime_rl against the formula in float64, and against the libraries' own
-functions where these are installed; else a module with the same arguments stands in their place."""
+functions. A module with the same arguments replaces a library that is not installed."""
 
 import importlib
 from typing import Any
@@ -69,7 +69,7 @@ NAMES = {
 
 
 def functions_of(library: str) -> list[Any]:
-    """What the library calls now."""
+    """The functions that the library calls now."""
     modules = map(importlib.import_module, LIBRARIES[library].modules)
     return [getattr(module, name) for module, name in zip(modules, NAMES[library], strict=True)]
 
@@ -78,7 +78,7 @@ def functions_of(library: str) -> list[Any]:
 
 
 def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states [S, B, D], a head, tokens [B, S] and the upstream gradients of their log-probabilities."""
+    """Hidden states [S, B, D], a head, tokens [B, S], and the upstream gradients of their log-probabilities."""
     hidden, head, tokens = rows_and_head((8, 2), 40, dtype, torch.device("cpu"))
     return hidden, head, tokens.T.contiguous(), torch.linspace(-1, 2, 16).view(2, 8)
 
@@ -122,7 +122,7 @@ def test_log_probabilities_over_the_ranks_of_megatron(library: str, cpu_ranks: R
         tolerance = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
         for is_ours in (True, False):
             if not is_ours and dtype == torch.float64:
-                continue  # theirs is float32
+                continue  # the library computes in float32
             results = cpu_ranks.run(of_megatron, library, dtype, is_ours, ranks=ranks)
             if results[0] is None:
                 continue  # the library is not installed
@@ -211,7 +211,7 @@ def test_prime_rl_does_not_round_at_temperature_1(device: torch.device) -> None:
 
 
 def test_prime_rl_does_not_round_a_temperature_of_16_bits_again(device: torch.device) -> None:
-    """FSDP2 casts all that a model is called with."""
+    """FSDP2 casts all arguments of a model's forward."""
     hidden, head, labels = rows_and_head((37,), 131, torch.bfloat16, device)
     inverse = torch.linspace(0.5, 2, 37, device=device).bfloat16()
     with LIBRARIES["prime_rl"].imported(), eaves.prime_rl.install():

@@ -1,5 +1,5 @@
-"""Rows that are ignored or of weight 0: for any input and any upstream gradient they have gradient 0 and
-reach no other; through every loss, and of linear_cross_entropy as if they were not there."""
+"""Rows that are ignored or have weight 0. For any input and any upstream gradient they have gradient 0 and affect no
+other row, through every loss. linear_cross_entropy computes as if they did not exist."""
 
 import math
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def test_linear_rows_of_weight_zero_have_outputs_of_0_where_they_are_computed(
 
 # ------------------------------------------------------------------------------------------- upstream gradients --
 
-# Of six rows the second and the fifth do not count.
+# The second and the fifth of six rows do not count.
 UNCOUNTED = [1, 4]
 TARGET = [1, -100, 2, 3, 0, 5]
 WEIGHT = [1.0, 1, 2, 1, 0, 1]

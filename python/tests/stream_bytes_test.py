@@ -1,5 +1,5 @@
-"""torch.ops.eaves.stream_bytes, which the benchmark takes the speed of the memory with: it may not go beyond what it
-was given, and refuses what it cannot do.
+"""torch.ops.eaves.stream_bytes, with which the benchmark measures the speed of the memory: it stays within the given
+buffers, and refuses sizes and addresses that it cannot handle.
 """
 
 import pytest
@@ -10,8 +10,8 @@ import eaves  # noqa: F401  # its operators
 
 stream_bytes = torch.ops.eaves.stream_bytes
 
-CANARY = 0xA5  # neither what a fill writes nor what is read
-SIZE = 3 * 2**17 + 4096  # more than two of the blocks that the CPU's threads share
+CANARY = 0xA5  # a byte that no fill writes and no source has
+SIZE = 3 * 2**17 + 4096  # more than two blocks of work for the CPU's threads
 
 
 def filled(value: int, device: torch.device, size: int = SIZE) -> Tensor:
@@ -20,7 +20,8 @@ def filled(value: int, device: torch.device, size: int = SIZE) -> Tensor:
     return tensor
 
 
-# Bytes read and written, the reason. Multiples of the 16 that a GPU moves at once; most are none of a line of 64.
+# Bytes read, bytes written, the reason. All are multiples of the 16 bytes that a GPU moves at once; most are no
+# multiple of a line of 64 bytes.
 SIZES = [
     (0, 0, "nothing"),
     (0, 16, "one vector filled"),
@@ -37,7 +38,7 @@ SIZES = [
 def test_exactly_the_bytes_that_are_asked_for_are_written(read: int, write: int, device: torch.device) -> None:
     source, destination = filled(7, device), filled(CANARY, device)
     stream_bytes(source, destination, read, write)
-    # A GPU fills with a pattern of 32-bit words that has zeros in it, so that "not the canary" is all to ask for.
+    # A GPU fills with a pattern of 32-bit words that contains zeros, so the test can only ask for "not the canary".
     assert (destination[:write] != CANARY).all()
     assert (destination[write:] == CANARY).all()
     assert (source == 7).all()

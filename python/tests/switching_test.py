@@ -1,5 +1,5 @@
-"""docs/switching.md and README.md, where they say what takes the place of what: every line of eaves runs, with the
-arguments that it names, and gives what PyTorch's line above it gives."""
+"""docs/switching.md and README.md, in the examples that replace another library's line: every line of eaves runs with
+its arguments, and returns the result of PyTorch's line above it."""
 
 import ast
 import itertools
@@ -34,7 +34,7 @@ def pairs() -> Iterator[Any]:
 
 
 def names() -> dict[str, Any]:
-    """What the lines speak of: 6 rows or 2 sequences of 5 tokens, 8 features, 11 classes."""
+    """The names in the lines: 6 rows or 2 sequences of 5 tokens, 8 features, 11 classes."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(8, 11)
     head = linear.weight.detach()
@@ -42,7 +42,7 @@ def names() -> dict[str, Any]:
         "torch": torch,
         "F": F,
         "eaves": eaves,
-        "logits": torch.randn(6, 11).requires_grad_() * 1,  # no leaf, so that it may be written over
+        "logits": torch.randn(6, 11).requires_grad_() * 1,  # not a leaf, so that a call may write over it
         "logits_ncd": torch.randn(2, 11, 5),
         "target": torch.tensor([0, 3, -100, 10, 7, 7]),
         "target_nd": torch.randint(0, 11, (2, 5)),

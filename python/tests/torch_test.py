@@ -1,4 +1,4 @@
-"""eaves.torch: PyTorch's module gives the same numbers and gradients, computed by eaves, and is given back."""
+"""eaves.torch: PyTorch's module returns the same numbers and gradients, computed by eaves, and is restored."""
 
 from collections.abc import Iterator
 from typing import Any

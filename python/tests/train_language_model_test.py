@@ -25,7 +25,7 @@ def test_both_backends_learn_alike(tmp_path: Path) -> None:
     runs = json.loads((tmp_path / "runs.json").read_text())
     ours, torchs = runs
     assert (ours["backend"], torchs["backend"]) == ("eaves", "torch")
-    # float32 on both sides; what 100 steps make of differences in the last place.
+    # float32 on both sides; over 100 steps differences in the last place grow.
     assert ours["losses"] == pytest.approx(torchs["losses"], rel=1e-4)
     assert len(ours["losses"]) == 100
     assert ours["held_back_loss"] == pytest.approx(torchs["held_back_loss"], rel=1e-4)

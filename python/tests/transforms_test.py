@@ -1,5 +1,5 @@
-"""torch.func, torch.vmap and forward mode around every operator: the result is that of the loop, whatever surrounds
-what, or the call is refused. A derivative is never lost silently: each test that asks for one compares it.
+"""torch.func, torch.vmap and forward mode around every operator: in any nesting the result equals the loop's, or the
+call is refused. A derivative is never lost silently: each test that asks for one compares it.
 """
 
 import re
@@ -100,7 +100,7 @@ def test_gradients_of_samples_are_the_gradients_of_the_loop(op: Operator, any_de
 
 @each_operator()
 def test_gradients_of_a_batch_are_the_gradients_of_the_loop(op: Operator, any_device: torch.device) -> None:
-    # The transform is outside of vmap, so that the tensors do not say that they have a gradient.
+    # The transform is outside of vmap, so the tensors do not show that they need a gradient.
     for dtype in DTYPES:
         inputs = op.inputs(4, any_device, dtype)
         _, *expected = gradients_of(op, lambda *tensors: loop(op, *tensors).sin().sum(), inputs)
@@ -108,7 +108,7 @@ def test_gradients_of_a_batch_are_the_gradients_of_the_loop(op: Operator, any_de
             of_batch = grad(lambda *tensors, f=function: f(*tensors).sin().sum(), op.differentiable)
             if function is not op.function:
                 assert_all_agree(of_batch(*inputs), expected)
-            # A term that has a gradient anyway: a lost one does not end in an error, but in a wrong sum.
+            # A term with a gradient of its own: without the operator's gradient the sum would be wrong, but no error.
             with_term = grad(
                 lambda *tensors, f=function: (f(*tensors).sin() + totals(op, tensors)).sum(), op.differentiable
             )
@@ -183,11 +183,11 @@ def test_a_tensor_from_outside_of_a_transform_gets_its_gradient(op: Operator, an
         def of_scaled(factor: Tensor, tensors: tuple[Tensor, ...] = tensors) -> Tensor:
             return op.function(*[t * factor if i in op.differentiable else t for i, t in enumerate(tensors)])
 
-        # A product of it and of a sample.
+        # The product of the factor and a sample.
         total = torch.vmap(of_scaled)(torch.ones_like(factors, dtype=dtype)).sum()
         actual = torch.autograd.grad(total, differentiable(op, tensors))
         assert_all_agree(actual, [3 * each for each in expected])
-        # Under grad of another tensor, the outer one still knows of it.
+        # Under grad of another tensor, the outer transform still sees the operator.
         _, backward = vjp(weighted, factors[0])
         assert_agree(backward(torch.ones_like(factors[0]))[0], out.float().sum())
 
@@ -225,7 +225,7 @@ def test_forward_mode_is_refused_and_not_ignored(op: Operator, any_device: torch
         x = inputs[index]
         with pytest.raises(NotImplementedError, match=rf"{op.name}.*forward"):
             jvp(function, (x,), (torch.ones_like(x),))
-        # Here torch's own batching rule may fail first, in its own words.
+        # Here torch's own batching rule may fail first, with its own message.
         with pytest.raises((NotImplementedError, AssertionError, ValueError)) as caught:
             jvp(of_batch, (x,), (torch.ones_like(x),))
         assert caught.type is not ValueError or "treespec" in str(caught.value)
@@ -262,13 +262,13 @@ def test_a_compiled_transform_is_right_or_refused_and_gives_no_zeros(
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
         try:
             actual = compiled(*inputs)
-        except Exception as error:  # the sentence, or PyTorch 2.15's own where a batch is around it
+        except Exception as error:  # eaves' sentence, or PyTorch 2.15's with a batch around it
             assert re.search("derivative is lost|does not have vmap support|Observed exception", str(error))
         else:  # PyTorch 2.15 follows torch.func.grad
             assert function is functions[0]
             for a, e in zip(actual, function(*inputs), strict=True):
                 assert_agree(a, e)
-    # A batch without a transform around it: what is lost here is autograd's.
+    # Without a transform around the batch, the lost derivative is autograd's.
     batch = torch.compile(lambda *t: torch.vmap(op.function)(*t), fullgraph=True, backend="aot_eager")
     assert_same([batch(*inputs)], [torch.vmap(op.function)(*inputs)])
     try:
@@ -284,7 +284,7 @@ def test_a_compiled_transform_is_right_or_refused_and_gives_no_zeros(
 def test_what_is_inside_of_a_transform_can_be_compiled(
     op: Operator, any_device: torch.device, fresh_compiler: None
 ) -> None:
-    # The way out that the refusal names. Not with fullgraph=True, which torch refuses inside of torch.func.grad.
+    # The way out that the refusal names. It excludes fullgraph=True, which torch refuses inside of torch.func.grad.
     compiled = torch.compile(op.function, backend="aot_eager")
     inputs = op.inputs(4, any_device, torch.float32)
     _, *expected = gradients_of(op, lambda *tensors: loop(op, *tensors), inputs)

@@ -1,4 +1,5 @@
-"""eaves.verl against the formula, because verl's own function runs on a GPU alone; and what verl imports by itself."""
+"""eaves.verl against the formula, because verl's own function only runs on a GPU. Also verl's import of eaves by
+itself."""
 
 import importlib.util
 import os
@@ -20,7 +21,7 @@ from ranks import Ranks
 
 @pytest.fixture
 def verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A package with verl's name and the module that is replaced: verl itself needs ray and more to be imported."""
+    """A package with verl's name and the replaced module, because the import of verl itself needs ray and more."""
     folder = tmp_path / "verl" / "utils" / "kernel"
     folder.mkdir(parents=True)
     for each_folder in (folder, folder.parent, folder.parent.parent):
@@ -112,7 +113,7 @@ def test_an_import_installs_eaves_in_verl(verl: Any) -> None:
 
 
 def test_verl_imports_eaves_by_its_environment(tmp_path: Path) -> None:
-    """verl's own wheel, whose ray is a module of mocks."""
+    """verl's own wheel, with a module of mocks for ray."""
     if importlib.util.find_spec("verl") is None:
         pytest.skip("verl is not installed")
     (tmp_path / "ray.py").write_text(

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Watch(TorchDispatchMode):
-    """Hands each operator of a block, its arguments and its results to a function."""
+    """Passes each operator of a block, its arguments and its results to a function."""
 
     def __init__(self, function: Callable[[str, tuple[Any, ...], list[Tensor]], None]) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Watch(TorchDispatchMode):
 
 @contextmanager
 def watched(prefix: str = "eaves.") -> Iterator[list[tuple[str, tuple[Any, ...], list[Tensor]]]]:
-    """Of each operator of the block whose name begins so, the rest of its name, its arguments and its results."""
+    """For each operator of the block with this prefix: the rest of its name, its arguments and its results."""
     calls = []
 
     def note(name: str, arguments: tuple[Any, ...], results: list[Tensor]) -> None:

@@ -1,5 +1,5 @@
-"""Heads that DeepSpeed's ZeRO-3 has in pieces, with a stand-in for its parameters: right if they are gathered, and
-else refused in one sentence."""
+"""Heads that DeepSpeed's ZeRO-3 has cut, with a stand-in for its parameters: correct if they are gathered, and
+otherwise refused in one sentence."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ ROWS, FEATURES, CLASSES = 6, 8, 10
 
 
 class Gathered:
-    """As deepspeed.zero.GatheredParameters: the data of its parameters is there within it, and empty before and
+    """A context like deepspeed.zero.GatheredParameters: its parameters have data inside it, and are empty before and
     after."""
 
     def __init__(self, *parameters: Any) -> None:
@@ -81,7 +81,7 @@ def test_a_head_is_gathered_around_the_call_and_its_backward(name: str, requires
     if name == "teacher" or (is_read_once and not requires_grad):
         loss.backward()
         assert torch.equal(inputs[2].grad, inputs[0].grad)
-    elif name != "classes":  # the gradient of whose cut is torch's, and so its error
+    elif name != "classes":  # torch computes the gradient of the cut, so the error is torch's
         with pytest.raises(NotImplementedError, match="to the end of the backward"):
             loss.backward()
     with Gathered(head):  # as DeepSpeed's hooks do before a backward (register_external_parameter)

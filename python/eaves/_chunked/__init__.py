@@ -1,1 +1,1 @@
-"""Heads in chunks of rows: several tokens or a temperature a row, and divergences."""
+"""Heads in chunks of rows: log-probabilities of several tokens or with a temperature a row, and divergences."""

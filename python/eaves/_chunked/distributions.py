@@ -1,5 +1,5 @@
-"""The two distributions over the classes in a chunk of rows, and the numbers of the rows, as divergence.py and its
-callers hand them around."""
+"""Records that divergence.py and its callers pass around: the two distributions over the classes in a chunk of rows,
+and the numbers of the rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from eaves._chunked.head import OverRanks
 
-Number = Tensor | float  # a Tensor has one for each row, [rows, 1]
+Number = Tensor | float  # a Tensor has one number for each row, [rows, 1]
 
 RESTS = ("class", "renormalize", "zero", "ignore")
 
 
 class Logits(NamedTuple):
-    """Of a chunk, one of the two distributions. With u = values + bias its logits z are
+    """One of the two distributions in a chunk. Its logits are z, with u = values + bias:
 
     z = softcap * tanh(scale * u / softcap) / temperature      (no softcap: scale * u / temperature)
     """
@@ -24,12 +24,12 @@ class Logits(NamedTuple):
     bias: Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None
-    kind: str = "logits"  # of a teacher also "log_probs", whose softmax they are, and "probs", u = log(values)
+    kind: str = "logits"  # a teacher also has "log_probs", u = values, and "probs", u = log(values)
 
 
 class TopK(NamedTuple):
-    """Of a chunk, a teacher's likeliest tokens. A place without one has a token below 0 or a log-probability of -inf.
-    The temperature divides the log-probabilities, whose softmax is the teacher; it is 1 beside "class" and "ignore"."""
+    """A teacher's likeliest tokens in a chunk. An empty place has a token below 0 or a log-probability of -inf. The
+    teacher is the softmax of the log-probabilities divided by the temperature, which is 1 with "class" and "ignore"."""
 
     tokens: Tensor  # [rows, K], int64, each token at most once in a row
     log_probs: Tensor  # [rows, K]
@@ -38,7 +38,7 @@ class TopK(NamedTuple):
 
 class DivergenceSettings(NamedTuple):
     divergence: str  # a name in DIVERGENCES
-    beta: float  # of "jsd", in ]0, 1[
+    beta: float  # for "jsd", in ]0, 1[
     has_entropy: bool = False
     has_hard_loss: bool = False
     over_ranks: OverRanks | None = None
@@ -50,7 +50,7 @@ class RowStatistics(NamedTuple):
 
     divergence: Tensor
     lse: Tensor  # of the student
-    teacher_lse: Tensor | None  # None of a TopK
+    teacher_lse: Tensor | None  # None for a TopK
     centre: Tensor
     entropy: Tensor | None  # of the student, in nats
     hard_lse: Tensor | None  # of the student at temperature 1
@@ -58,7 +58,7 @@ class RowStatistics(NamedTuple):
 
 
 class RowFactors(NamedTuple):
-    """The upstream gradients of each row's statistics, [rows, 1] or one number; None: there is none."""
+    """The upstream gradients of the rows' statistics, each [rows, 1] or one number; None: no gradient."""
 
     divergence: Number | None
     lse: Number | None = None

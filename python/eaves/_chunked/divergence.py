@@ -5,13 +5,13 @@ logit is
 
     s_v * (f'_v - centre),      centre = sum_u s_u * f'_u
 
-so that a second pass over the logits needs numbers of the rows alone: both lse, and the centre. A constant in f'
+A second pass over the logits therefore needs only numbers of the rows: both lse, and the centre. A constant in f'
 cancels.
 
-Of a teacher's top K the sum has K terms, or with the rest of both as one class K + 1. Outside of the K the gradient is
-s_v times one number of the row. No row of V numbers is made of such a teacher.
+For a teacher's top K the sum has K terms, or K + 1 if the rest of both is one class. Outside of the K the gradient is
+s_v times one number of the row. Such a teacher never becomes a row of V numbers.
 
-Classes may be cut over ranks: an lse is merged, and the sums are added up, before anything depends on them.
+Classes may be cut over ranks: the ranks merge each lse, and add up the sums, before anything uses them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def statistics(
         of_classes, weighted, _ = DIVERGENCES[settings.divergence](log_s, log_t, settings.beta)
         divergence = _summed(of_classes, over_ranks).clamp_(min=0)
         if settings.divergence == "forward":
-            # sum t is 1 but for roundings, which would be there of two equal distributions.
+            # The exact -sum t. A computed sum has roundings, which would give two equal distributions a gradient.
             centre = lse.new_full(lse.shape[:1], -1.0)
         else:
             centre = _summed(weighted.sum(1), over_ranks)
@@ -150,8 +150,8 @@ MERGED = ("forward", "reverse")  # their statistics merge over disjoint classes
 
 
 def has_kernels(x: Tensor, settings: DivergenceSettings, is_top_k: bool) -> bool:
-    """On the device of x, for its dtype. A divergence that is no KL needs the lse of all ranks between two passes; the
-    kernels make both in one call."""
+    """True if the device of x has kernels for its dtype. A divergence other than KL needs the lse of all ranks between
+    two passes, and the kernels make both passes in one call."""
     is_kl = is_top_k or settings.divergence in MERGED
     return x.is_cuda and accumulator_dtype(x.dtype) == torch.float32 and (is_kl or settings.over_ranks is None)
 
@@ -165,7 +165,7 @@ def _statistics_by_kernels(
     student: Logits, teacher: Logits | TopK, temperature: Number, settings: DivergenceSettings, targets: Tensor | None
 ) -> RowStatistics:
     over_ranks, divergence, of_teacher = settings.over_ranks, (settings.divergence, settings.beta), teacher
-    if isinstance(of_teacher, TopK):  # the student stands in for it: each class is read once
+    if isinstance(of_teacher, TopK):  # the student is its own teacher: the kernel reads each class once
         of_teacher, divergence = student, ("forward", 0.0)
     if targets is not None and over_ranks is not None:
         targets = targets - over_ranks.place.first_class
@@ -183,7 +183,7 @@ def _statistics_by_kernels(
 
 
 def row_statistics(numbers: Tensor, settings: DivergenceSettings) -> RowStatistics:
-    """From the kernels' [rows, 10]."""
+    """The record of the kernels' [rows, 10]."""
     return RowStatistics(
         divergence=numbers[:, 0],
         lse=numbers[:, 1:3],
@@ -196,7 +196,7 @@ def row_statistics(numbers: Tensor, settings: DivergenceSettings) -> RowStatisti
 
 
 def _or_nan(hard_lse: Tensor, hard_loss: Tensor) -> Tensor:
-    """NaN in rows without a loss, and so is their gradient: no column of it is the target's."""
+    """NaN in rows without a loss: their gradient becomes NaN too, although no column of it is the target's."""
     return hard_lse.masked_fill(hard_loss.isnan().unsqueeze(1), math.nan)
 
 
@@ -218,7 +218,8 @@ def _write_gradient_by_kernels(
     if not isinstance(teacher, TopK):
         kernels.write_gradient(student, teacher, temperature, divergence, of_rows, targets, upstream, out)
         return
-    # Outside of the K the gradient is s_v times a number, as that of an lse is; at the K it is computed by itself.
+    # Outside of the K the gradient is s_v times a number, like the gradient of an lse; the K have a gradient of their
+    # own.
     others = upstream._replace(divergence=None)
     if upstream.divergence is None:
         kernels.write_gradient(student, student, temperature, divergence, of_rows, targets, others, out)
@@ -273,7 +274,7 @@ def _log_probs(
     dtype: torch.dtype | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(z), in memory of its own, and the lse of z, which is computed where it is not given."""
+    """log softmax(z), in memory of its own, and the lse of z, which the call computes unless `lse` is given."""
     values, tempering = logits.values, _tempering(logits, temperature)
     z = values.to(dtype or accumulator_dtype(values.dtype))
     if logits.kind == "probs":
@@ -304,7 +305,7 @@ def _summed(of_shard: Tensor, over_ranks: OverRanks | None) -> Tensor:
 
 
 def _places(tokens: Tensor, z: Tensor, over_ranks: OverRanks | None) -> tuple[Tensor, Tensor]:
-    """Where the columns of z have the tokens, and which of them are there; of the others another place."""
+    """The columns of the tokens in z, and whether z has each token; a missing token gets another column."""
     own = tokens if over_ranks is None else tokens - over_ranks.place.first_class
     places = own.clamp(0, max(0, z.shape[1] - 1))
     return places, (places == own) & (own < z.shape[1])
@@ -315,12 +316,12 @@ def _gathered(z: Tensor, places: Tensor) -> Tensor:
 
 
 def _weighted_(number: Tensor, p: Tensor) -> Tensor:
-    """p * number in place of number; 0 where p is 0, whatever the number is."""
+    """Writes p * number over number; 0 if p is 0, for any number."""
     return number.mul_(p).masked_fill_(p == 0, 0)
 
 
-# From log-probabilities of student and teacher, [rows, V], both of which are written over, and beta: the divergence of
-# each row, [rows], and s * f' and s, [rows, V].
+# Each function takes log-probabilities of student and teacher, [rows, V], and beta, and writes over both tensors. It
+# returns the divergence of each row, [rows], and s * f' and s, [rows, V].
 
 
 def _forward_kl(log_s: Tensor, log_t: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -335,7 +336,7 @@ def _reverse_kl(log_s: Tensor, log_t: Tensor, beta: float) -> tuple[Tensor, Tens
 
 
 def _jsd(log_s: Tensor, log_t: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """With d = log t - log s, and u = log m - max(log s, log t), which is 0 where d is:
+    """With d = log t - log s and u = log m - max(log s, log t); d = 0 gives u = 0:
 
     log m - log s = u + max(d, 0),      log m - log t = u - min(d, 0)
     """
@@ -365,11 +366,11 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, T
 
 
 class _TermsOfTopK(NamedTuple):
-    """The same on all ranks."""
+    """Numbers that are the same on all ranks."""
 
     divergence: Tensor  # [rows]
     centre: Tensor  # [rows]
-    outside: Tensor  # [rows], of a class outside of the K: its gradient divided by s_v
+    outside: Tensor  # [rows]: the gradient of a class outside of the K, divided by s_v
     gradient: Tensor  # [rows, K]
     is_listed: Tensor  # [rows, K]
 
@@ -384,7 +385,7 @@ def _terms_of_top_k(
     rest_of_s, rest_of_t = _log_rest(log_s), torch.full_like(lse[:, :1], -math.inf)
     if teacher.rest in ("class", "ignore"):
         rest_of_t = _log_rest(log_t)
-    # Without a token there is nothing to normalise.
+    # A row without tokens has no mass to normalise by.
     log_t = torch.cat([log_t, rest_of_t], 1)
     log_t = torch.log_softmax(log_t / temperature, 1).where((log_t != -math.inf).any(1, keepdim=True), -math.inf)
     if teacher.rest == "renormalize":
@@ -396,7 +397,7 @@ def _terms_of_top_k(
     divergence, weighted, s = DIVERGENCES[settings.divergence](log_s, log_t, settings.beta)
     if teacher.rest == "ignore":
         if settings.divergence == "reverse":
-            weighted += s  # the constant in f', which cancels where s sums to 1
+            weighted += s  # the constant in f', which cancels only if s sums to 1
     else:
         divergence.clamp_(min=0)
     centre, tokens = weighted.sum(1), is_listed.shape[1]
@@ -413,31 +414,31 @@ def _terms_of_top_k(
 def _log_probs_of_tokens(
     student: Logits, teacher: TopK, temperature: Number, over_ranks: OverRanks | None, lse: Tensor
 ) -> Tensor:
-    """[rows, K]; of a token that no rank has NaN."""
+    """[rows, K]; NaN for a token that no rank has."""
     places, is_here = _places(teacher.tokens, student.values, over_ranks)
     z = _gathered(student.values, places)
     if student.bias is not None:
         z = z + _gathered(student.bias.unsqueeze(0).expand(z.shape[0], -1), places)
     z = _tempering(student, temperature).apply_(z)
-    if over_ranks is not None:  # one rank has it, so that the sum is exact
+    if over_ranks is not None:  # one rank has the token, so the sum is exact
         z = _summed(z.where(is_here, 0), over_ranks)
         is_here = (teacher.tokens >= 0) & (teacher.tokens < over_ranks.place.classes)
     return z.where(is_here, math.nan).sub_(lse[:, :1]).sub_(lse[:, 1:])
 
 
 def _log_rest(log_p: Tensor) -> Tensor:
-    """The logarithm of the mass that the tokens leave, [rows, 1]; the least is what a sum of their dtype resolves."""
+    """The logarithm of the mass outside of the tokens, [rows, 1]; the mass is at least the epsilon of its dtype."""
     rest = 1 - log_p.exp().sum(1, keepdim=True)
     return rest.clamp_(min=torch.finfo(log_p.dtype).eps).log_()
 
 
 def _scatter_(grad: Tensor, teacher: TopK, terms: _TermsOfTopK, over_ranks: OverRanks | None) -> None:
-    """Writes the gradient of the tokens, as far as the columns of grad have them."""
+    """Writes the gradient of the tokens that have a column in grad."""
     if grad.shape[1] == 0:
         return
     places, is_here = _places(teacher.tokens, grad, over_ranks)
     is_here &= terms.is_listed
-    # A token that is not there writes what one does that is, or what is there.
+    # A missing token repeats the write of the row's first present token, or writes the old value if there is none.
     first = is_here.to(torch.int8).argmax(1, keepdim=True)
     places = torch.where(is_here, places, places.gather(1, first))
     of_first = torch.where(is_here, terms.gradient, grad.gather(1, places)).gather(1, first)

@@ -1,4 +1,4 @@
-"""The passes of divergence.py over the logits of a chunk by kernels, see src/ops/divergence/divergence.h."""
+"""Kernels for the passes of divergence.py over the logits of a chunk (src/ops/divergence/divergence.h)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from eaves._chunked.distributions import Logits, Number, RowFactors, RowStatisti
 from eaves._torch.chunked_rules import divergence_backward, divergence_forward, divergence_forward_backward
 from eaves._torch.operator import call
 
-_DIVERGENCES = ("forward", "reverse", "jsd", "total_variation")  # numbers of the enumeration
+_DIVERGENCES = ("forward", "reverse", "jsd", "total_variation")  # in the order of the C++ enumeration
 
 
 def statistics(
     student: Logits, teacher: Logits, temperature: Number, divergence: tuple[str, float], targets: Tensor | None
 ) -> Tensor:
-    """[rows, 10], the statistics of RowStatistics in their order. `divergence`: its name and beta."""
+    """[rows, 10]: the fields of RowStatistics in their order. `divergence` is its name and beta."""
     arguments = _arguments(student, teacher, temperature, divergence, targets)
     found: Tensor = call("linear_kl_div", divergence_forward, *arguments)
     return found
@@ -57,19 +57,19 @@ def statistics_and_gradient(
 
 
 def mark_targets_without_mass_(part: Tensor, targets: Tensor, classes: int) -> None:
-    """The hard loss of a target in a part whose logits are all -inf is inf. NaN, as the kernel writes it, is a part
-    without the target. `part`: [rows, 10]."""
+    """Makes the hard loss inf for a target in a part whose logits are all -inf. The kernel writes NaN there, which
+    would mean that the part does not have the target. `part`: [rows, 10]."""
     has_target = (targets >= 0) & (targets < classes)
     part[:, 9].masked_fill_(has_target & (part[:, 8] == -math.inf), math.inf)
 
 
 def merged_parts(parts: Tensor, is_reverse: bool) -> Tensor:
-    """[parts, rows, 10] -> [rows, 10]. A KL divergence and an entropy of mixtures of disjoint distributions are the
-    means of the parts' own, and the ones of the parts' masses."""
+    """[parts, rows, 10] -> [rows, 10]. For mixtures of disjoint distributions, a KL divergence is the mean of the
+    parts' divergences plus the divergence of the parts' masses; an entropy likewise."""
     divergence, *lses, centre, entropy, hard_largest, hard_log_sum, hard_loss = parts.unbind(-1)
 
     def merged(largest: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The lse of all, and the logarithm of each part's mass."""
+        """The lse of all parts, and the logarithm of each part's mass."""
         of_all = largest.amax(0)
         log_sum_of_all = torch.logsumexp(largest - of_all + log_sum, 0)
         return of_all, log_sum_of_all, (largest - of_all) + (log_sum - log_sum_of_all)
@@ -81,10 +81,10 @@ def merged_parts(parts: Tensor, is_reverse: bool) -> Tensor:
     (*lse, log_s), (*teacher_lse, log_t) = merged(*lses[:2]), merged(*lses[2:])
     *hard_lse, log_hard = merged(hard_largest, hard_log_sum)
     log_p, log_q = (log_s, log_t) if is_reverse else (log_t, log_s)
-    # Of a part in which q has no mass the kernel's own divergence is inf - inf.
+    # The kernel's divergence is inf - inf in a part without mass of q.
     divergence = mean((divergence + (log_p - log_q)).masked_fill_(log_q == -math.inf, math.inf), log_p)
     entropy = mean(entropy - log_s, log_s)
-    # One part has the target, the others NaN.
+    # One part has the target, the other parts have NaN.
     hard_loss = hard_loss - log_hard
     hard_loss = hard_loss.masked_fill(hard_loss.isnan(), -math.inf).amax(0)
     hard_loss = hard_loss.masked_fill(hard_loss == -math.inf, math.nan)
@@ -113,7 +113,7 @@ def _upstream(factors: RowFactors, values: Tensor) -> tuple[object, ...]:
 
 
 def _of_rows(number: Number | None, values: Tensor) -> tuple[Tensor | None, float]:
-    """One for each of the rows of `values`, or one for all."""
+    """A number for each row of `values` and 0.0, or None and one number for all rows."""
     if isinstance(number, Tensor):
         return number.float().expand(values.shape[0], 1)[:, 0], 0.0
     return None, number or 0.0

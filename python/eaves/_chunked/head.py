@@ -1,8 +1,8 @@
 """A head in chunks of rows, for several operators: the size of a chunk, the product, and the two products of its
 gradients.
 
-Logits are float32 sums of a product (float64 for float64). Gradients are added up over the chunks, and what the
-gradient of the logits is rounded to, once, is the dtype of the hidden states, as the factor of two products that it is.
+Logits are float32 sums of a product (float64 for float64). Gradients are summed over the chunks. The gradient of the
+logits is rounded once, to the dtype of the hidden states, because it is a factor of two products.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from eaves._torch.rows import has_values
 
 
 class OverRanks(NamedTuple):
-    """Of classes that are cut over ranks."""
+    """The shard and the place of classes that are cut over ranks."""
 
     shard: ShardArguments
     place: Place
 
 
 def chunk_size(rows: int, bytes_of_row: int, limit: int) -> int:
-    """Rows of a chunk: all chunks of one size, as large as the limit allows."""
+    """The rows of a chunk: all chunks have one size, as large as the limit allows."""
     chunks = math.ceil(rows / max(1, limit // bytes_of_row))
     return math.ceil(rows / max(1, chunks))
 
 
 def matrices(x: Tensor) -> list[Tensor]:
-    """The rows of x, [..., columns], in their order, as views of two axes; one, where its strides allow it."""
+    """The rows of x, [..., columns], in their order, as views of two axes; one view if the strides allow it."""
     if x.dim() <= 2:
         return [x if x.dim() == 2 else x.unsqueeze(0)]
     try:
@@ -46,7 +46,7 @@ def matrices(x: Tensor) -> list[Tensor]:
 
 
 def chunks_of(rows: Sequence[Tensor], size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Up to `size` rows of a matrix at once, and which rows of all matrices they are."""
+    """Chunks of up to `size` rows of one matrix, and their places among the rows of all matrices."""
     first = 0
     for matrix in rows:
         for begin in range(0, matrix.shape[0], max(1, size)):
@@ -56,22 +56,22 @@ def chunks_of(rows: Sequence[Tensor], size: int) -> Iterator[tuple[slice, Tensor
 
 
 def skips_ignored(x: Tensor, skip_ignored: bool) -> bool:
-    """Are rows that are ignored left out before the product? Counting them waits for a GPU, and a CUDA graph cannot."""
+    """True if ignored rows are left out before the product. Counting them waits for a GPU, and a CUDA graph cannot
+    wait."""
     if not x.is_cuda:
         return has_values(x)
     return skip_ignored and not torch.cuda.is_current_stream_capturing()
 
 
 def counted(rows: Tensor, counts: Tensor | None) -> Tensor:
-    """Those that do not count, by the [rows, 1] of `counts`, are 0, so that none of their numbers comes into a sum, not
-    even NaN."""
+    """The rows, with 0 in rows that do not count: not even their NaN enters a sum. `counts`: [rows, 1]."""
     return rows if counts is None else rows.masked_fill(~counts, 0)
 
 
 class Tempering(NamedTuple):
     """z' = cap * tanh(factor * z / cap), or without a cap factor * z: scale and softcap, divided by the temperature."""
 
-    factor: Tensor | float  # a Tensor has one for each row, [rows, 1]
+    factor: Tensor | float  # a Tensor has one number for each row, [rows, 1]
     cap: Tensor | float | None
 
     @staticmethod
@@ -79,7 +79,7 @@ class Tempering(NamedTuple):
         if not isinstance(temperature, Tensor):
             divisor = 1.0 if temperature is None else temperature
             return Tempering(scale / divisor, None if softcap is None else softcap / divisor)
-        exact = temperature.double()  # rounded once, as a number is
+        exact = temperature.double()  # rounded once, as for a number
         cap = None if softcap is None else (softcap / exact).to(temperature.dtype)
         return Tempering((scale / exact).to(temperature.dtype), cap)
 
@@ -88,7 +88,7 @@ class Tempering(NamedTuple):
         return self.cap is None and isinstance(self.factor, float) and self.factor == 1
 
     def apply_(self, z: Tensor) -> Tensor:
-        """z' in place of z."""
+        """Writes z' over z."""
         if self.cap is not None:
             return z.mul_(self.factor / self.cap).tanh_().mul_(self.cap)
         return z.mul_(self.factor)
@@ -104,19 +104,19 @@ class Tempering(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------- products
 
 
-_CONVERTED_BYTES = 4 << 20  # of a head of 16 bits, in the dtype of sums
+_CONVERTED_BYTES = 4 << 20  # of a 16-bit head, converted to the dtype of sums at once
 
 
 def logits_of(product: Product) -> Tensor:
     """[rows, classes], in the dtype of sums."""
     (x, head, bias), dtype = product, accumulator_dtype(product.hidden.dtype)
     if x.dtype == dtype:
-        # Into memory of our own: selective checkpoints keep the product's result, and logits are written over.
+        # In memory of its own: a selective checkpoint keeps the product's result, and callers write over the logits.
         z = torch.mm(x, head.t(), out=x.new_empty((x.shape[0], head.shape[0])))
     elif x.is_cuda:
         z = torch.mm(x, head.t(), out_dtype=dtype)
     else:
-        # Not by add_product: a selective checkpoint that keeps the results of eaves' operators does not run it again.
+        # Not add_product: a selective checkpoint that keeps the results of eaves' operators would not run it again.
         z, x = x.new_empty((x.shape[0], head.shape[0]), dtype=dtype), x.to(dtype)
         size = max(1, _CONVERTED_BYTES // (head.shape[1] * dtype.itemsize))
         for begin in range(0, head.shape[0], size):
@@ -125,9 +125,9 @@ def logits_of(product: Product) -> Tensor:
 
 
 def add_gradients(grad: Tensor, product: Product, gradients: Sequence[Tensor | None]) -> None:
-    """Adds the gradients of hidden states, head and bias from that of the logits, which is in the dtype of sums, or
-    without a bias in that of hidden states. They are added to tensors in the dtype of sums; that of the head may also
-    have the dtype of the product, and is rounded in each chunk then."""
+    """Adds the gradients of hidden states, head and bias, computed from `grad`, the gradient of the logits. `grad` has
+    the dtype of sums; without a bias it may have the dtype of the hidden states. The sums have the dtype of sums, but
+    the sum for the head may have the dtype of the product; each chunk then rounds it."""
     (x, head, _), (grad_hidden, grad_head, grad_bias) = product, gradients
     if grad_bias is not None:
         grad_bias.add_(grad.sum(0))
@@ -139,11 +139,11 @@ def add_gradients(grad: Tensor, product: Product, gradients: Sequence[Tensor | N
 
 
 def _add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
-    """sums += a @ b, without a copy of either in the dtype of sums, nor of the product."""
+    """sums += a @ b, without copies of a, b or the product in the dtype of sums."""
     if a.dtype == accumulator_dtype(a.dtype):
         sums.addmm_(a, b)
     elif sums.is_contiguous():
-        # torch.addmm with out_dtype adds to a sum of that dtype, but not in every PyTorch.
+        # torch.addmm with out_dtype does the same, but not in every version of PyTorch.
         add_product(sums, _with_unit_stride(a), _with_unit_stride(b))
         torch.autograd.graph.increment_version(sums)
     else:
@@ -153,14 +153,14 @@ def _add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _with_unit_stride(matrix: Tensor) -> Tensor:
-    """One whose rows or columns do not overlap, with elements side by side."""
+    """The matrix, or a contiguous copy if it has no axis of unit stride or its rows or columns overlap."""
     (rows, columns), (of_row, of_column) = matrix.shape, matrix.stride()
     lies_well = (of_column == 1 and of_row >= columns) or (of_row == 1 and of_column >= rows)
     return matrix if lies_well else matrix.contiguous()
 
 
 def sum_over_ranks(part: Tensor, dtype: torch.dtype, over_ranks: OverRanks | None) -> Tensor:
-    """The gradient of hidden states, of this `dtype`, from the ranks' parts of it."""
+    """The sum over the ranks of their parts of the gradient of hidden states, which have `dtype`."""
     if over_ranks is None or not over_ranks.shard.reduce_input_grad:
         return part
     shard = over_ranks.shard

@@ -1,9 +1,9 @@
 """linear_kl_div: the divergence of two distributions over the classes, a student's head and a teacher's, in chunks of
 rows (head.py, divergence.py).
 
-Gradients are computed in the forward, for an upstream gradient of 1, added up in float32 over the chunks, and rounded
-once, in the backward, when the upstream gradient has multiplied them. With an upstream gradient for each row, or of an
-output beside the loss, and in a second backward, the backward computes each chunk again.
+The forward computes gradients for an upstream gradient of 1 and sums them in float32 over the chunks. The backward
+multiplies them by the upstream gradient and rounds once. If rows or further outputs have upstream gradients of their
+own, and in a second backward, the backward computes each chunk again.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ OP = "linear_kl_div"
 
 
 class Rows(NamedTuple):
-    """One number for each row; None: all are alike."""
+    """One number for each row; None: all rows are alike."""
 
     counts: Tensor | None  # [rows, 1], bool
     kept: Tensor | None  # the indices of the rows that are computed, because the others do not count; None: all
-    temperature: Tensor | None  # [rows, 1], in the dtype of sums; 1 of rows that do not count
-    weight: Tensor | None  # [rows, 1], in the dtype of sums; 0 of rows that do not count
-    targets: Tensor | None  # [rows], int64; 0 of rows that do not count
+    temperature: Tensor | None  # [rows, 1], in the dtype of sums; 1 for rows that do not count
+    weight: Tensor | None  # [rows, 1], in the dtype of sums; 0 for rows that do not count
+    targets: Tensor | None  # [rows], int64; 0 for rows that do not count
 
     def places(self, begin: int, end: int) -> Any:
         return slice(begin, end) if self.kept is None else self.kept[begin:end]
@@ -52,9 +52,9 @@ class Settings(NamedTuple):
     of_rows: DivergenceSettings
     teacher: str  # "head", "top_k", or a kind of Logits
     teacher_rest: str
-    scales: tuple[float, float]  # of student and teacher
+    scales: tuple[float, float]  # for student and teacher
     softcaps: tuple[float | None, float | None]
-    temperature: float  # if rows have none of their own
+    temperature: float  # if rows have no temperature of their own
     hard_weight: float | None
     mode: int  # the reduction
     chunk: int  # rows with logits at once
@@ -63,7 +63,7 @@ class Settings(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """[rows], 0 for rows that do not count; the loss may be the sum of them."""
+    """[rows], 0 for rows that do not count; the loss may be the sum of its rows."""
 
     loss: Tensor
     divergence: Tensor
@@ -92,9 +92,9 @@ def _compute(
     upstream: RowFactors | None = None,
     grad_head: Tensor | None = None,
 ) -> tuple[Outputs, list[Tensor | None]]:
-    """The outputs, and the gradients of the student's tensors that are wanted, in the dtype of sums: of the sum of the
-    rows' losses, or with the `upstream` gradients of the rows' statistics. That of the head is added to `grad_head`,
-    if it is given."""
+    """The outputs, and the wanted gradients of the student's tensors in the dtype of sums. The gradients are of the sum
+    of the rows' losses, or follow from `upstream`, the gradients of the rows' statistics. `grad_head`, if given, is the
+    tensor to add the gradient of the head to."""
     student, teacher, rows = Product(*tensors[:3]), tensors[3:6], Rows(*tensors[6:])
     x, dtype = student.hidden, accumulator_dtype(student.hidden.dtype)
     upstream = upstream or _of_loss(1.0, settings, rows)
@@ -106,7 +106,7 @@ def _compute(
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         student = student.as_multiplied()
         teacher = Product(*teacher).as_multiplied() if settings.teacher == "head" else teacher
-        # The gradient of a bias is a sum of numbers that are not rounded.
+        # The gradient of a bias sums numbers that are not rounded, so it needs the gradient of the logits in full.
         is_in_place = x.dtype == dtype or gradients[2] is not None
         size = settings.chunk if is_in_place else settings.group
         for begin, end in _slices(0, x.shape[0] if rows.kept is None else rows.kept.shape[0], size):
@@ -150,7 +150,7 @@ def _part(of_rows: Any, places: Any) -> Any:
 
 
 def _counted_part(of_rows: Number | None, counts: Tensor | None, places: Any, dtype: torch.dtype) -> Number | None:
-    """0 of rows that do not count."""
+    """The part of `of_rows` at `places`, with 0 for rows that do not count."""
     part: Number | None = _part(of_rows, places)
     if part is None or counts is None:
         return part
@@ -160,7 +160,8 @@ def _counted_part(of_rows: Number | None, counts: Tensor | None, places: Any, dt
 def _distributions(
     settings: Settings, student: Product, teacher: Any, rows: Rows, places: Any
 ) -> tuple[Logits, Logits | TopK, Number]:
-    """Of a chunk. Rows of the teacher that do not count may hold anything: no sum over rows has them."""
+    """The distributions of a chunk and their temperature. Teacher rows that do not count may hold anything: no sum has
+    them."""
     (scale, teacher_scale), (softcap, teacher_softcap) = settings.scales, settings.softcaps
     z = Logits(logits_of(student._replace(bias=None)), student.bias, scale, softcap)
     of_teacher: Logits | TopK
@@ -176,7 +177,7 @@ def _distributions(
 
 
 def _rows_of(values: Tensor, places: Any) -> Tensor:
-    """Rows of [rows..., V], of which no more is copied."""
+    """The rows at `places` of [rows..., V]; no other row is copied."""
     if values.dim() == 2:
         found = values[places]
     else:
@@ -196,7 +197,7 @@ def _add_gradients(grad: Tensor, group: Product, gradients: list[Tensor | None],
 
 
 def _outputs(found: list[Tensor | None], settings: Settings, rows: Rows, x: Tensor) -> Outputs:
-    """From the statistics of all rows."""
+    """The outputs, from the statistics of all rows."""
     numbers = [
         x.new_zeros(x.shape[0], dtype=accumulator_dtype(x.dtype))
         if each is None
@@ -223,13 +224,13 @@ def _outputs(found: list[Tensor | None], settings: Settings, rows: Rows, x: Tens
 
 
 def _of_loss(upstream: Number, settings: Settings, rows: Rows) -> RowFactors:
-    """The upstream gradients of the rows' statistics from that of each row's loss."""
+    """The upstream gradients of the rows' statistics, from the upstream gradient of each row's loss."""
     of_rows = upstream if rows.weight is None else upstream * rows.weight
     return RowFactors(of_rows, hard_loss=None if settings.hard_weight is None else settings.hard_weight * of_rows)
 
 
 def _upstream_of(grads: Sequence[Tensor | None], settings: Settings, rows: Rows, count: int) -> RowFactors:
-    """The same from the upstream gradients of the outputs, of which the loss may be one number of all rows."""
+    """The same from the upstream gradients of all outputs. The loss may have one gradient for all rows."""
     of_loss, divergence, lse, _, entropy, hard_loss = (
         None if each is None else each.reshape(-1, 1).expand(count, 1) for each in grads
     )
@@ -243,7 +244,7 @@ def _upstream_of(grads: Sequence[Tensor | None], settings: Settings, rows: Rows,
 
 
 class _Divergence(torch.autograd.Function):
-    """The settings, the tensors of student, teacher and rows -> Outputs."""
+    """(settings, tensors of student, teacher and rows) -> Outputs."""
 
     @staticmethod
     def forward(ctx: Any, settings: Settings, *tensors: Any) -> Outputs:
@@ -275,7 +276,7 @@ class _Divergence(torch.autograd.Function):
         is_computed = gradients is not None and not torch.is_grad_enabled() and of_loss_alone
         if is_computed and not (ctx.is_of_zero3 and wanted[1]):
             return None, *_finished(gradients, grads[0], ctx), *others
-        tensors = ctx.saved_tensors  # once: in a checkpoint they are computed for one reading
+        tensors = ctx.saved_tensors  # read once: a checkpoint computes them for one reading
         refuse_zero3(OP, head=tensors[1], bias=tensors[2])
         if is_computed:
             return None, *_finished(gradients, grads[0], ctx), *others
@@ -291,11 +292,11 @@ class _Divergence(torch.autograd.Function):
 
 
 def _finished(gradients: list[Tensor | None], upstream: Tensor | None, ctx: Any) -> tuple[Tensor | None, ...]:
-    """Gradients from their sums, multiplied by an upstream gradient, if it is given, and rounded once."""
+    """The gradients: their sums, multiplied by the upstream gradient if there is one, and rounded once."""
     out = ctx.settings.grad_weight_out
     if upstream is not None:
         for each in given(*gradients):
-            call(OP, _rescale, each, upstream, -1)  # zeros of rows that do not count stay, whatever came
+            call(OP, _rescale, each, upstream, -1)  # zeros of rows that do not count stay 0 for any upstream gradient
     if out is not None and gradients[1] is not None:
         if upstream is not None:
             out.add_(gradients[1])

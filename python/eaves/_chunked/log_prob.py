@@ -1,12 +1,12 @@
-"""Log-probabilities of several tokens for each row, or with a temperature for each: their numbers and autograd.
+"""log_prob and linear_log_prob with several tokens or a temperature for each row: the numbers and autograd.
 
-The kernels of cross_entropy compute a row's statistics with one of its tokens as the target. The logits of the others
-are gathered beside it, and in the gradient their places are written again, exactly. Of a head that happens in chunks of
-rows (head.py). Logits are copied, in chunks too, where each row has its temperature, because the kernels take
-numbers; else they are read where they are.
+The kernels of cross_entropy compute a row's statistics with one of its tokens as the target. The logits of the other
+tokens are gathered separately, and the gradient is written again, exactly, at their places. A head is multiplied in
+chunks of rows (head.py). Without a head, the kernels read the logits in place. If each row has its temperature, they
+read a copy of each chunk instead, because a kernel takes one number for all rows.
 
-Where classes are cut over ranks, logits and head are this rank's part of them. The logits of tokens are summed over the
-ranks, and the rows' statistics gathered, for each chunk.
+If classes are cut over ranks, logits and head are this rank's part. For each chunk, the logits of the tokens are summed
+over the ranks, and the rows' statistics are gathered.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ _backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.default
 class Rows(NamedTuple):
     """The tokens and temperatures of all rows, or of a chunk."""
 
-    tokens: Tensor  # [rows, K], K > 0, int64; in the place of one that is ignored another of its row, 0 without one
-    is_ignored: Tensor  # [rows], all tokens of the row
-    temperature: Tensor | None  # [rows, 1], in the dtype of sums; None where it is a number
+    tokens: Tensor  # [rows, K], K > 0, int64; an ignored one is replaced by another of its row, or by 0
+    is_ignored: Tensor  # [rows]: all tokens of the row are ignored
+    temperature: Tensor | None  # [rows, 1], in the dtype of sums; None: one number for all rows
 
     def part(self, chunk: slice | Tensor) -> Rows:
         return Rows(*[None if each is None else each[chunk] for each in self])  # type: ignore[arg-type]
 
     @staticmethod
     def of(tokens: Tensor, is_absent: Tensor, temperature: Tensor | None) -> Rows:
-        """From the tokens as they were passed, [rows, K], and which of them are ignored."""
+        """The record of the tokens as they were passed, [rows, K]; `is_absent` marks the ignored ones."""
         is_ignored = is_absent.all(1)
         if temperature is not None:
             temperature = temperature.unsqueeze(1)
-        if tokens.shape[1] == 0:  # as if there were one, and it ignored
+        if tokens.shape[1] == 0:  # as one token that is ignored
             return Rows(tokens.new_zeros(tokens.shape[0], 1), is_ignored, temperature)
         first = (~is_absent).to(torch.int32).argmax(1, keepdim=True)
         others = torch.where(is_absent, tokens.gather(1, first), tokens)
@@ -68,20 +68,20 @@ class Rows(NamedTuple):
 
 
 class HeadOptions(NamedTuple):
-    """Of a call with a head."""
+    """The options of a call with a head."""
 
     workspace_bytes: int | None = None
     skip_ignored: bool = False
-    sums_of_head: torch.dtype | None = None  # what the head's gradient is added up in
+    sums_of_head: torch.dtype | None = None  # the dtype that sums the head's gradient
     grad_weight_out: Tensor | None = None
 
 
 class Settings(NamedTuple):
     op: str
-    scale: float  # both divided by the temperature where that is a number
+    scale: float  # like softcap divided by the temperature, if that is one number
     softcap: float | None
     ignore_index: int
-    outputs: int  # what the kernel computes beside the loss, as bits
+    outputs: int  # the further outputs of the kernel, as bits
     is_in_place: bool
     of_head: HeadOptions
     over_ranks: OverRanks | None = None
@@ -90,8 +90,8 @@ class Settings(NamedTuple):
 def losses_of(
     settings: Settings, rows: Rows, x: Tensor, head: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """-log_prob of each token, [rows, K], and behind it the outputs that the settings name, [rows]. Without a head x
-    are logits, [..., V], else hidden states, [rows, D]."""
+    """-log_prob of each token, [rows, K], followed by the outputs that the settings name, [rows]. Without a head, x has
+    logits, [..., V]; with a head, hidden states, [rows, D]."""
     if head is None or not skips_ignored(x, settings.of_head.skip_ignored):
         return _apply(settings, rows, x, head, bias)
     counts = (~rows.is_ignored).nonzero().squeeze(1)
@@ -112,19 +112,19 @@ def _apply(settings: Settings, rows: Rows, *tensors: Tensor | None) -> tuple[Ten
 
 
 def _parts_of(settings: Settings, rows: Rows, x: Tensor, head: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Chunks of the rows of x."""
+    """Chunks of the rows of x, and their places."""
     sums, (count, places) = accumulator_dtype(x.dtype).itemsize, rows.tokens.shape
-    # Each token of a row with each other (_sums_of_equal), and some numbers of each.
+    # _sums_of_equal compares each token of a row with each other token; the rest is some numbers of each.
     of_row, classes = places * (8 * places + 64), x.shape[-1]
-    if settings.over_ranks is not None:  # as many chunks on all of them
+    if settings.over_ranks is not None:  # all ranks have the same number of chunks
         classes = settings.over_ranks.place.most
-    of_class = 0 if rows.temperature is None else sums  # logits are read where they are, or copied
+    of_class = 0 if rows.temperature is None else sums  # logits are read in place, or copied
     if head is not None:
         of_class = sums
         if settings.over_ranks is None:
             classes = head.shape[0]
-        of_row += 3 * sums * x.shape[1]  # hidden states, without ignored rows, their gradient, and the product's part
-        if x.dtype.itemsize == 2:  # the gradient as it is multiplied
+        of_row += 3 * sums * x.shape[1]  # hidden states without ignored rows, their gradient, the product's part
+        if x.dtype.itemsize == 2:  # the 16-bit gradient that is a factor of the products
             of_class += x.dtype.itemsize
     if rows.temperature is not None and settings.softcap is not None:
         of_class += sums  # the derivative of the cap
@@ -143,8 +143,8 @@ def _tempering(settings: Settings, rows: Rows) -> Tempering:
 
 
 def _chosen(z: Tensor, rows: Rows, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """The logits of the tokens in the dtype of sums, the places that they are from, and whether they are there; of a
-    token that is not there another place, and where no rank has it NaN."""
+    """The logits of the tokens in the dtype of sums, their columns in z, and whether z has each token. A missing token
+    gets another column; if no rank has it, its logit is NaN."""
     sums, over_ranks = accumulator_dtype(z.dtype), settings.over_ranks
     tokens = rows.tokens if over_ranks is None else rows.tokens - over_ranks.place.first_class
     places = tokens.clamp(0, max(0, z.shape[1] - 1))
@@ -152,15 +152,15 @@ def _chosen(z: Tensor, rows: Rows, settings: Settings) -> tuple[Tensor, Tensor, 
     logits = z.gather(1, places).to(sums) if z.shape[1] else z.new_zeros(places.shape, dtype=sums)
     if over_ranks is None:
         return torch.where(is_there, logits, math.nan), places, is_there
-    # One rank has it, so that the sum is exact.
+    # One rank has the token, so the sum is exact.
     summed = all_reduce(torch.where(is_there, logits, 0), group_of(over_ranks.shard)).wait()
     is_class = (rows.tokens >= 0) & (rows.tokens < over_ranks.place.classes)
     return torch.where(is_class, summed, math.nan), places, is_there
 
 
 def _losses(settings: Settings, all_rows: Rows, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """What losses_of gives, and behind it of each row the token that the kernel was given as its target, the likeliest:
-    with it nothing cancels in
+    """The results of losses_of, followed by the likeliest token of each row, which is the kernel's target. With this
+    target nothing cancels in
 
         -log_prob_k = (z'_target - z'_k) + (lse - z'_target)
     """
@@ -179,14 +179,14 @@ def _losses(settings: Settings, all_rows: Rows, *tensors: Tensor | None) -> tupl
             argmax = None
             if rows.temperature is not None:
                 if settings.outputs & ARGMAX:
-                    argmax = _best_class(z, settings.over_ranks)  # before roundings make two logits one
+                    argmax = _best_class(z, settings.over_ranks)  # before rounding makes two logits equal
                 z = _tempering(settings, rows).apply_(z)
             chosen = _tempering(settings, rows).apply_(chosen)
             best = chosen.argmax(1, keepdim=True)
             target = rows.tokens.gather(1, best).squeeze(1).masked_fill_(rows.is_ignored, settings.ignore_index)
             loss, *found = _statistics(z, target, settings, numbers)
             of_best = chosen.gather(1, best)
-            behind = torch.where(chosen == of_best, 0, of_best - chosen)  # two of -inf too
+            behind = torch.where(chosen == of_best, 0, of_best - chosen)  # also if both are -inf
             nll[chunk] = (behind + loss.unsqueeze(1)).masked_fill_(rows.is_ignored.unsqueeze(1), 0)
             targets[chunk] = target
             for output, of_chunk in zip(outputs[1:], found):
@@ -198,7 +198,7 @@ def _losses(settings: Settings, all_rows: Rows, *tensors: Tensor | None) -> tupl
 
 
 def _best_class(z: Tensor, over_ranks: OverRanks | None) -> Tensor:
-    """Of each row's largest logit, the first of equal ones."""
+    """The class of each row's largest logit, the first of equal ones."""
     if over_ranks is None:
         return z.argmax(1)
     own = z.new_full((z.shape[0], 2), -math.inf, dtype=torch.float64)  # the logit and its class
@@ -230,7 +230,7 @@ def _statistics(z: Tensor, target: Tensor, settings: Settings, numbers: tuple[fl
 
 
 def _logits_of(part: Tensor, product: Product | None, rows: Rows) -> Tensor:
-    """Those of a chunk, which may be written over where each row has its temperature."""
+    """The logits of a chunk. If each row has its temperature, the caller may write over them."""
     if product is not None and product.head.shape[0] == 0:
         return part.new_empty((part.shape[0], 0), dtype=accumulator_dtype(part.dtype))
     if product is not None:
@@ -242,7 +242,8 @@ def _logits_of(part: Tensor, product: Product | None, rows: Rows) -> Tensor:
 
 
 class _Losses(torch.autograd.Function):
-    """The settings, the rows' tokens and temperatures, logits or hidden states, head and bias -> what _losses gives."""
+    """(settings, tokens and temperatures of the rows, logits or hidden states, head, bias) -> the results of
+    _losses."""
 
     @staticmethod
     def forward(ctx: Any, settings: Settings, *arguments: Any) -> tuple[Tensor, ...]:
@@ -298,7 +299,7 @@ def _gradients(
     upstream: Sequence[Tensor | None],
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Of logits, or of hidden states, head and bias: those that are wanted."""
+    """The wanted gradients of logits, or of hidden states, head and bias."""
     x, head, bias = tensors
     assert x is not None
     parts = _parts_of(settings, all_rows, x, head)
@@ -345,12 +346,12 @@ def _of(chunk: slice, of_rows: Tensor | None) -> Tensor | None:
 
 
 def _gradient_(z: Tensor, rows: Rows, settings: Settings, saved_and_upstream: Sequence[Tensor | None]) -> None:
-    """The gradient of the logits z in place of them. With g of -log_prob of each token, and p of all classes:
+    """Writes the gradient of the logits z over them. With g = dL/d(-log_prob) of each token, and p of all classes:
 
         dL/dz'_v = p_v * sum_k g_k - sum_k g_k [v == token k]
 
-    The kernel computes the first term, as the gradient of lse, and that of the entropy. Where v is a token the two
-    cancel, and there the sum is written again from its -log_prob, which is exact.
+    The kernel computes the first term, as the gradient of lse, and the gradient of the entropy. At the tokens the two
+    terms cancel, so the sum is written again there from -log_prob, which is exact.
     """
     nll, target, lse, entropy, grad_nll, grad_entropy = saved_and_upstream
     assert nll is not None and target is not None and lse is not None
@@ -371,7 +372,7 @@ def _gradient_(z: Tensor, rows: Rows, settings: Settings, saved_and_upstream: Se
             _numbers_for_kernel(settings, rows), *of_shard,
         )  # fmt: skip
     if slope is not None:
-        z.mul_(slope).masked_fill_(rows.is_ignored.unsqueeze(1), 0)  # the slope of a NaN is one
+        z.mul_(slope).masked_fill_(rows.is_ignored.unsqueeze(1), 0)  # NaN has the slope NaN
     of_token, p = _sums_of_equal(rows.tokens, grads), (-nll).exp()
     exact = torch.expm1(-nll).mul_(of_token).add_(p * (total - of_token))
     if grad_entropy is not None and entropy is not None:
@@ -379,7 +380,7 @@ def _gradient_(z: Tensor, rows: Rows, settings: Settings, saved_and_upstream: Se
         exact += of_entropy.masked_fill_(p == 0, 0)
     exact = exact.mul_(slope_of_chosen).masked_fill_(rows.is_ignored.unsqueeze(1), 0).to(z.dtype)
     if settings.over_ranks is not None and z.shape[1]:
-        # A token of another rank writes what one of this rank does, or what is there.
+        # A token of another rank repeats the write of the row's first token here, or writes the old value.
         first = is_there.to(torch.int8).argmax(1, keepdim=True)
         places = torch.where(is_there, places, places.gather(1, first))
         written = torch.where(is_there.gather(1, first), exact.gather(1, first), z.gather(1, places.gather(1, first)))
@@ -389,7 +390,7 @@ def _gradient_(z: Tensor, rows: Rows, settings: Settings, saved_and_upstream: Se
 
 
 def _sums_of_equal(tokens: Tensor, numbers: Tensor) -> Tensor:
-    """Of each place the sum over all places of its row that have its token; in an order that is always the same."""
+    """For each place, the sum over all places of its row with the same token, always in the same order."""
     if tokens.shape[1] == 1:
         return numbers
     return torch.where(tokens.unsqueeze(2) == tokens.unsqueeze(1), numbers.unsqueeze(1), 0).sum(2)

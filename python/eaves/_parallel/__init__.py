@@ -1,1 +1,1 @@
-"""Calls over the ranks of torch.distributed, which is imported in this folder alone."""
+"""Calls over the ranks of torch.distributed, which only this folder imports."""

@@ -1,8 +1,8 @@
 """The agreement of the ranks of a group before their first collective.
 
-A call is the same on all ranks but for its shard of the head or the logits. Before anything else is exchanged, but the
-rows of a DTensor, each rank tells the others its arguments, or its error. Where they differ, or one has an error, all
-of them raise a ValueError or that error, and none hangs.
+A call is the same on all ranks except for its shard of the head or the logits. Each rank tells the others its
+arguments, or its error, before anything else is exchanged except the rows of a DTensor. If arguments differ, all ranks
+raise a ValueError; if one rank has an error, all ranks raise that error. None hangs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-_NUMBERS = struct.Struct("qq")  # of what a rank tells the others, and behind them text
+_NUMBERS = struct.Struct("qq")  # the numbers at the front of a rank's message; text follows
 _BYTES = 2048
-_SENTENCE = 300  # characters of an error among them
-# A NotImplementedError is a RuntimeError too, and comes first.
+_SENTENCE = 300  # characters of an error in a message
+# NotImplementedError precedes RuntimeError, of which it is a subclass.
 _ERRORS = {each.__name__: each for each in (ValueError, TypeError, NotImplementedError, RuntimeError)}
 
 
@@ -44,20 +44,20 @@ class _ThisThread(threading.local):
 
 
 _this_thread = _ThisThread()
-_places: dict[tuple[ShardArguments, int], Place] = {}  # of the last calls, which the next ones expect
-_unsteady: set[tuple[ShardArguments, int]] = set()  # whose place has changed between calls: nothing is expected
+_places: dict[tuple[ShardArguments, int], Place] = {}  # of the last calls, expected for the next calls
+_unsteady: set[tuple[ShardArguments, int]] = set()  # calls whose place has changed: nothing is expected
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def with_agreement(op: str, group: object, run: Callable[[ProcessGroup], _Result]) -> _Result:
-    """What `run` gives with the group, which calls agreed_place(). An error before that is told to the other ranks."""
+    """The result of `run` with the group; `run` calls agreed_place(). The other ranks learn of an error before that."""
     if not isinstance(group, distributed().ProcessGroup):
         hint = " (get_group() of a mesh)" if type(group).__name__ == "DeviceMesh" else ""
         raise TypeError(
             f"{op}: group is a {type(group).__name__}, expected a torch.distributed.ProcessGroup{hint}, or an "
             "eaves.Shard of one"
         )
-    if is_transforming():  # which the collective that tells of an error does not go with either
+    if is_transforming():  # the collective that tells of an error does not work there either
         raise NotImplementedError(f"{op}: a group does not go with torch.vmap and torch.func; leave it out")
     if torch.compiler.is_compiling():
         return run(group)
@@ -75,7 +75,8 @@ def with_agreement(op: str, group: object, run: Callable[[ProcessGroup], _Result
 
 
 def agree_on_placements(op: str, group: ProcessGroup, **tensors: Any) -> None:
-    """Before DTensors are gathered, each rank tells which of them it has: a gather of some ranks alone would wait."""
+    """Each rank tells which arguments are DTensors before any is gathered: a gather that only some ranks start
+    hangs."""
     if torch.compiler.is_compiling() or _is_capturing():
         return
     facts = {
@@ -87,7 +88,8 @@ def agree_on_placements(op: str, group: ProcessGroup, **tensors: Any) -> None:
 
 
 class PlaceChanged(Exception):
-    """The ranks have agreed upon another place than was expected: what was computed for that one is of no use."""
+    """The ranks have agreed on another place than the expected one, so the results for the expected place are
+    useless."""
 
 
 def _expects_last(target: Tensor) -> bool:
@@ -95,8 +97,9 @@ def _expects_last(target: Tensor) -> bool:
 
 
 class Agreement:
-    """agreed_place(), late: while the ranks compare their arguments the GPU computes, by the place that the last such
-    call had. Before anything else is exchanged, settle(). Not where targets are compared with the place's classes."""
+    """agreed_place(), late: the GPU computes for the place of the last such call while the ranks compare their
+    arguments. Call settle() before anything else is exchanged. Not for targets that are compared with the place's
+    classes."""
 
     def __init__(self, shard: ShardArguments, target: Tensor, columns: int, facts: Callable[[], Mapping[str, object]]):
         self._begin: Callable[[], Place] = lambda: agreed_place(shard, columns, facts())
@@ -120,8 +123,8 @@ class Agreement:
 
 
 def agreed_place(shard: ShardArguments, columns: int, facts: Mapping[str, object]) -> Place:
-    """The first collective of a call. `columns` is how many classes this rank's tensors have, padding among them;
-    `facts` are what has to be the same on all ranks, by names for an error."""
+    """The first collective of a call. `columns` is the number of classes in this rank's tensors, with padding. `facts`
+    have to be the same on all ranks; their names are for an error."""
     facts = {
         **facts,
         "classes": shard.classes,
@@ -145,9 +148,9 @@ def agreed_place(shard: ShardArguments, columns: int, facts: Mapping[str, object
 def _compare(
     op: str, facts: Mapping[str, object], of_shard: tuple[int, int], group: ProcessGroup
 ) -> list[tuple[int, int]]:
-    """What each rank tells of its shard; an error where the ranks' facts differ."""
+    """The two numbers that each rank tells of its shard; an error if the ranks' facts differ."""
     texts, shards = _exchange({"the operator": op, **facts}, of_shard, group)
-    if any(text != texts[0] for text in texts):  # 0.0 and -0.0 do not differ, but their texts
+    if any(text != texts[0] for text in texts):  # 0.0 and -0.0 are equal, but their texts differ
         _refuse_differences(op, [json.loads(text) for text in texts])
     return shards
 
@@ -166,7 +169,7 @@ def _refuse_differences(op: str, told: Sequence[dict[str, Any]]) -> None:
 
 _OF_ROWS = ": a group shares one head, and each rank has all rows"
 _HINTS = {"target": _OF_ROWS, "tokens": _OF_ROWS, "which rows count": _OF_ROWS}
-_DIGESTS = (*_HINTS, "row_weight", "normalizer", "temperature")  # whose numbers say nothing
+_DIGESTS = (*_HINTS, "row_weight", "normalizer", "temperature")  # an error does not show these digests
 
 
 def _place_of(shard: ShardArguments, shards: Sequence[Sequence[int]]) -> Place:
@@ -192,9 +195,9 @@ def _place_of(shard: ShardArguments, shards: Sequence[Sequence[int]]) -> Place:
 def _exchange(
     own: Mapping[str, object], of_shard: tuple[int, int], group: ProcessGroup
 ) -> tuple[list[bytes], list[tuple[int, int]]]:
-    """What each rank tells, in the order of ranks: JSON, and two numbers. The host waits for the others. Where the
-    group has a backend for the CPU it does not wait for the device; NCCL alone takes its turn behind the group's
-    collectives that are enqueued."""
+    """The messages of all ranks, in the order of ranks: JSON, and two numbers. The host waits for the other ranks. If
+    the group has a backend for the CPU, it does not wait for the device; with NCCL alone the exchange waits for the
+    group's enqueued collectives."""
     text = json.dumps(own).encode()
     if len(text) > _BYTES:
         raise RuntimeError(f"arguments that take {len(text)} bytes to compare, expected at most {_BYTES}")
@@ -217,8 +220,7 @@ def _is_capturing() -> bool:
 
 
 def digest(tensor: Tensor | None) -> str | None:
-    """A text that other numbers, and the same in another order, almost certainly do not have. None of a tensor on a
-    GPU, which would be waited for."""
+    """A hash of the numbers and their order. None for a tensor on a GPU, because reading it would wait."""
     if tensor is None or tensor.device.type != "cpu" or tensor.numel() == 0:
         return None
     wide = torch.float64 if tensor.is_floating_point() else torch.int64
@@ -227,8 +229,8 @@ def digest(tensor: Tensor | None) -> str | None:
 
 
 def facts_of_loss(op: str, given: Any, rows: Sequence[int]) -> dict[str, object]:
-    """Of the arguments of a loss's operator over ranks; `rows` is the shape of the rows. Of probabilities each rank has
-    others."""
+    """The facts to compare for a loss's operator over ranks; `rows` is the shape of the rows. Probabilities are no
+    fact, because each rank has its own classes of them."""
     is_soft, name = given.targets.is_floating_point(), name_in(op, "targets")
     passed = given._asdict()
     with_dtypes = ("logits", "hidden", "head", "bias", "class_weight", "row_weight", "normalizer")
@@ -247,6 +249,6 @@ def facts_of_loss(op: str, given: Any, rows: Sequence[int]) -> dict[str, object]
 
 
 def dtypes(op: str, **tensors: Tensor | None) -> dict[str, object]:
-    """Of each tensor, for the agreement."""
+    """The dtype of each tensor, for the agreement."""
     of_names = {name_in(op, name): None if each is None else name_of(each.dtype) for name, each in tensors.items()}
     return {f"the dtype of {name}": dtype for name, dtype in of_names.items()}

@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed, each of which may be underway while the device computes."""
+"""The collectives of torch.distributed. Each may be underway while the device computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def distributed() -> Any:
-    """torch.distributed, which takes a while to load."""
+    """torch.distributed, imported late because it takes a while to load."""
     from torch import distributed
 
     return distributed
@@ -34,7 +34,7 @@ class Underway(NamedTuple):
 
 
 def all_gather(own: Tensor, group: ProcessGroup) -> Underway:
-    """[ranks, ...], in the order of ranks."""
+    """The ranks' tensors, [ranks, ...], in the order of ranks."""
     gathered = own.new_empty(group.size(), *own.shape)
     if own.numel() == 0:
         return Underway(gathered, None)
@@ -43,12 +43,12 @@ def all_gather(own: Tensor, group: ProcessGroup) -> Underway:
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup) -> Underway:
-    """The sum over the ranks, in its place."""
+    """Writes the sum over the ranks over `tensor`."""
     return Underway(tensor, distributed().all_reduce(tensor, group=group, async_op=True))
 
 
 def sum_on(rank: int, tensor: Tensor, group: ProcessGroup) -> Underway:
-    """The sum over the ranks, in its place on one of them; the other ranks' tensors are of no use afterwards."""
+    """Writes the sum over the ranks over `tensor` on one rank; on the other ranks `tensor` is undefined afterwards."""
     return Underway(tensor, distributed().reduce(tensor, group=group, group_dst=rank, async_op=True))
 
 
@@ -68,7 +68,8 @@ def named_group(name: str) -> ProcessGroup:
 
 
 class AllRows(torch.autograd.Function):
-    """This rank's rows -> the rows of all ranks. Their gradient is a sum over the ranks: each takes its rows."""
+    """This rank's rows -> the rows of all ranks. The upstream gradient is summed over the ranks already, so each rank
+    takes its own rows."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, shard: ShardArguments) -> Tensor:

@@ -1,5 +1,5 @@
-"""cross_entropy of logits whose classes are cut over the ranks of a group: the operators that take the place of the
-extension's, with one gather of the rows' statistics between them. The backward needs no other rank."""
+"""cross_entropy of logits whose classes are cut over the ranks of a group. These operators replace the extension's and
+gather the rows' statistics once. The backward needs no other rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _shard_backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.defau
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
-    """As cross_entropy_forward, and behind that the Place."""
+    """The results of cross_entropy_forward, followed by the Place."""
     given, shard = _ForwardArguments(*arguments), ShardArguments.behind(arguments)
     op, logits, targets, axis, outputs = shard.op, given.logits, given.targets, given.class_axis, given.outputs
     options = (given.ignore_index, given.reduction, given.numbers)
@@ -38,7 +38,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
     )
 
     def statistics_at(place: Place) -> Tensor:
-        if not is_soft and targets.device.type == "cpu":  # here, because a rank without classes does not call the core
+        if not is_soft and targets.device.type == "cpu":  # a rank without classes does not call the core
             check_classes(op, "targets", targets, place.classes, given.ignore_index)
         if place.columns == 0:
             return no_statistics(math.prod(rows), logits)
@@ -65,7 +65,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
 
 
 def _without_padding(given: Any, place: Place) -> Any:
-    """The arguments of a forward or a backward with tensors of the classes without padding."""
+    """The arguments of a forward or a backward, with tensors that have no padding."""
     axis, targets, weight = given.class_axis, given.targets, given.class_weight
     return given._replace(
         logits=given.logits.narrow(axis, 0, place.columns),
@@ -75,7 +75,7 @@ def _without_padding(given: Any, place: Place) -> Any:
 
 
 def _of_extension(*arguments: Any) -> tuple[Any, Place]:
-    """Of a backward the arguments of the extension's, the tensors with their padding, and the Place."""
+    """The arguments of the extension's backward, whose tensors keep their padding, and the Place."""
     *own, place_tensor = arguments
     place = Place.of(place_tensor)
     return Backward(*own, place.first_class, place.classes), place

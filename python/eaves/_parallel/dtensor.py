@@ -36,11 +36,11 @@ class Local(NamedTuple):
 
 
 def local_shard(op: str, name: str, tensor: Any, class_axis: int) -> Local:
-    """This rank's part of a DTensor, whose gradient stays in its place."""
+    """This rank's part of a DTensor. Its gradient keeps the DTensor's placements."""
     if not -tensor.dim() <= class_axis < tensor.dim():
         raise ValueError(said(op, f"`{name}` has {tensor.dim()} axes, expected one of the classes, {class_axis}"))
     cut = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard(class_axis % tensor.dim())]
-    # Along another axis ranks may have rows of their own, or the same: nothing says which.
+    # Along another axis ranks may have different rows or the same rows, and nothing says which.
     if len(cut) != 1 or tensor.device_mesh.size() != tensor.device_mesh.size(cut[0]):
         name = name_in(op, name)
         raise NotImplementedError(
@@ -62,13 +62,13 @@ def refuse_in_place_of_dtensor(op: str, logits: Any, inplace_backward: object) -
 
 
 def local_classes(op: str, name: str, tensor: Any) -> Any:
-    """This rank's part of a DTensor whose first axis are the classes; any other tensor as it is."""
+    """This rank's part of a DTensor that has the classes on its first axis; any other tensor as it is."""
     return local_shard(op, name, tensor, 0).tensor if is_distributed(tensor) else tensor
 
 
 def local_rows(op: str, name: str, tensor: Any, head: Local, is_summed: bool = False) -> Any:
-    """A DTensor of rows as each rank has all of them. Its gradient is the same on all ranks, or with `is_summed`, their
-    parts of it."""
+    """A DTensor of rows, gathered so that each rank has all rows. Its gradient is the same on all ranks; with
+    `is_summed` the ranks have parts of its sum."""
     if not is_distributed(tensor):
         return tensor
     from torch.distributed.tensor import Partial, Replicate
@@ -84,7 +84,7 @@ def local_rows(op: str, name: str, tensor: Any, head: Local, is_summed: bool = F
 
 
 def local_targets(op: str, targets: Any, cut: Local, class_axis: int = -1, name: str = "targets") -> Any:
-    """The classes of all rows, or the probabilities of this rank's classes, without a collective."""
+    """The class targets of all rows; or the probabilities of this rank's classes, which take no collective."""
     if not is_distributed(targets) or not targets.is_floating_point():
         return local_rows(op, name, targets, cut)
     from torch.distributed.tensor import Shard as Cut
@@ -110,8 +110,9 @@ def _check_mesh(op: str, name: str, tensor: Any, head: Local) -> None:
 
 
 def told_to_ranks(op: str, group: object, cut: Any, run: Callable[[], _Result]) -> _Result:
-    """The result of `run`. Its error is told to the other ranks of a group, or of the DTensor `cut`; not of a head that
-    fully_shard has cut, which they may be gathering, nor of a mesh whose axes do not say which is the classes'."""
+    """The result of `run`. The other ranks of a group, or of the DTensor `cut`, learn of an error. They do not if
+    fully_shard has cut the head, which they may be gathering, or if no axis of the mesh is known to be the axis of the
+    classes."""
     ranks = None if group is None else shard_of(group).group
     if ranks is None and is_distributed(cut) and not is_fully_sharded(cut):
         mesh = cut.device_mesh
@@ -122,12 +123,13 @@ def told_to_ranks(op: str, group: object, cut: Any, run: Callable[[], _Result]) 
 
 
 def over_ranks(call: Any, run: Callable[[Any, ShardArguments | None], _Result]) -> _Result:
-    """`run` with the call and the shard of this rank. The ranks of a group learn of each other's errors before they
-    wait for each other.
+    """The result of `run` with the call and the shard of this rank. The ranks of a group learn of each other's errors
+    before they wait for each other.
 
-    A call is a record with op, group and classes; with_classes, the name of the tensor that has the classes, and
-    itself; class_axis(), their axis where it is a DTensor; and of_rank(cut), the call with this rank's parts of its
-    DTensors, `cut` that of this tensor. With a head it has hidden, head and bias too."""
+    A call is a record with op, group and classes. with_classes is the name of the tensor that has the classes, and the
+    tensor. class_axis() is the axis of its classes if it is a DTensor. of_rank(cut) is the call with this rank's parts
+    of its DTensors; `cut` is this rank's part of the tensor with the classes. A call with a head also has hidden, head
+    and bias."""
     op, shard, (name, tensor) = call.op, shard_of(call.group), call.with_classes
     is_cut, has_head = is_distributed(tensor), name == "head"
     if call.group is None and not is_cut:
@@ -137,7 +139,7 @@ def over_ranks(call: Any, run: Callable[[Any, ShardArguments | None], _Result]) 
             raise ValueError(
                 f"{op}: group is a Shard, and fully_shard has cut the head, which is gathered whole; leave group out"
             )
-        # Gathered, it may be the piece of a vocabulary that tensor parallelism gives this rank.
+        # The gathered head may still be a rank's piece of a vocabulary under tensor parallelism.
         return with_whole_head(op, lambda whole: over_ranks(whole._replace(group=None), run), call)
     group, cut = shard.group, None
     if group is None:
@@ -145,7 +147,7 @@ def over_ranks(call: Any, run: Callable[[Any, ShardArguments | None], _Result]) 
             raise ValueError(
                 f"{op}: group is a Shard without a group, and no tensor is a DTensor; pass Shard(group, ...)"
             )
-        # By this tensor alone: an error in another one of one rank has to be an error on all ranks.
+        # Only this tensor decides: an error of one rank in another tensor has to be an error on all ranks.
         cut = told_to_ranks(op, None, tensor, lambda: local_shard(op, name, tensor, call.class_axis()))
         group = cut.group
 
@@ -165,7 +167,7 @@ def over_ranks(call: Any, run: Callable[[Any, ShardArguments | None], _Result]) 
 def refuse_unknown(
     op: str, unknown: Mapping[str, object], function: Callable[..., object], group: object, cut: Any
 ) -> NoReturn:
-    """The same, of which the other ranks learn. `cut` has the classes: a tensor, or a torch.nn.Linear."""
+    """refuse_unknown, and the other ranks learn of the error. `cut` has the classes: a tensor, or a torch.nn.Linear."""
 
     tensor = cut.weight if isinstance(cut, torch.nn.Linear) else cut
     told_to_ranks(op, group, tensor, lambda: refuse_on_this_rank(op, unknown, function))

@@ -1,11 +1,11 @@
-"""A head that fully_shard (FSDP2) has cut over ranks, which have rows of their own: each needs the whole head.
+"""A head that fully_shard (FSDP2) has cut over ranks. The ranks have different rows, so each rank needs the whole head.
 
-A call with such a head runs as a forward of the module that fully_shard was given. The hooks of that module gather the
-head, and again for the backward, and reduce its gradient, with the dtypes, the divisor, the accumulation and the
-offloading that the module was given. No other hook runs: the result is no output of the module.
+A call with such a head runs as a forward of the module that was passed to fully_shard. That module's hooks gather the
+head for the forward and for the backward, and reduce its gradient, with the dtypes, the divisor, the accumulation and
+the offloading of the module. No other hook runs, because the result is not an output of the module.
 
-A parameter does not say that fully_shard has cut it, and one of tensor parallelism looks the same. So it is looked for
-among the parameters of all modules that fully_shard was given.
+A parameter does not say that fully_shard has cut it, and a parameter under tensor parallelism looks the same. So the
+head is looked up among the parameters of all modules that were passed to fully_shard.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def is_fully_sharded(tensor: Any) -> bool:
 
 
 def needs_whole_head(head: Any, group: object, sequence_parallel: object) -> bool:
-    """True for a head that fully_shard has cut, unless a group or rows that are cut too make it a piece of a
-    vocabulary."""
+    """True for a head that fully_shard has cut. False with a group or with sequence_parallel, which make the head a
+    piece of a vocabulary."""
     return group is None and not sequence_parallel and is_fully_sharded(head)
 
 
 def with_whole_head(
     op: str, run: Callable[[Any], _Result], call: Any, names: Sequence[str] = ("hidden", "head", "bias")
 ) -> _Result:
-    """`run` with the record of a call whose head is whole; hidden states, head and bias have `names` there."""
+    """The result of `run` with a call whose head is whole. `names` are its fields for hidden states, head and bias."""
     found: _Result = uncompiled(op, _with_whole_head)(op, run, call, names)
     return found
 
@@ -70,7 +70,7 @@ def _with_whole_head(op: str, run: Callable[[Any], _Result], call: Any, names: S
     finally:
         for module in reversed(modules):
             for hook in filter(is_hook_of_fully_shard, list(module._forward_hooks.values())):
-                hook(module, arguments, output)  # its result is not used: it may be rounded, as an output of the module
+                hook(module, arguments, output)  # its result is not used, because a hook may round a module's output
     found: _Result = output
     return found
 
@@ -80,14 +80,14 @@ def _no_view(tensor: Tensor) -> Tensor:
 
 
 def _owner_of(op: str, name: str, tensor: Any) -> tuple[Any, Any, str]:
-    """The module whose hooks gather a parameter, the module that has it, and its name there."""
+    """The module whose hooks gather a parameter, the module that owns it, and its name in the owner."""
     try:
         for state, parameter in _parameters():
-            # The second is a parameter between forward and backward, if reshard_after_forward is a number.
+            # If reshard_after_forward is a number, the second tensor is the parameter between forward and backward.
             if tensor is parameter.sharded_param or tensor is getattr(parameter, "_sharded_post_forward_param", None):
                 owner, name = parameter._module_info.module, parameter._module_info.param_name
                 return next(module for module in state._modules if owner in module.modules()), owner, name
-    except AttributeError:  # of names that are not public
+    except AttributeError:  # the names above are not public
         pass
     name = name_in(op, name)
     raise NotImplementedError(
@@ -121,5 +121,6 @@ def _meshes() -> tuple[Any, ...] | None:
     return tuple({id(mesh): mesh for mesh in meshes}.values())
 
 
-# As torch.compiler.assume_constant_result does, which would load torch._dynamo: models are cut before a call is traced.
+# The mark of torch.compiler.assume_constant_result, which would load torch._dynamo. The result is constant, because
+# models are cut before a call is traced.
 _meshes._dynamo_marked_constant = True  # type: ignore[attr-defined]

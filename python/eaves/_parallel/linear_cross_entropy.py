@@ -1,13 +1,13 @@
-"""linear_cross_entropy whose head is cut over the ranks of a group, by classes: the operators that take the place of
-the extension's. The extension computes a shard, in chunks of rows; torch.distributed is here.
+"""linear_cross_entropy with a head that is cut over the ranks of a group, by classes. These operators replace the
+extension's: the extension computes a shard in chunks of rows, and this file calls torch.distributed.
 
-Without gradients, and in the forward of "recompute", the rows' statistics are gathered once. Where the forward computes
+Without gradients, and in the forward of "recompute", the rows' statistics are gathered once. If the forward computes
 gradients, the extension calls back for each chunk, between its logits and their gradient. All ranks merge the same
-statistics in the order of the ranks, so that they have the same numbers. The gradient of input is a sum over the ranks:
-that of a chunk is underway while that of the head is computed.
+statistics in the order of the ranks, so they get the same numbers. The gradient of input is a sum over the ranks: the
+sum of a chunk is underway while the chunk's gradient of the head is computed.
 
-Under sequence parallelism each rank has a part of the rows, which are gathered before; the sums go to the rank whose
-rows they are.
+Under sequence parallelism each rank has a part of the rows. They are gathered first, and each sum goes to the rank that
+has its rows.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ class _Kept(NamedTuple):
 
 
 class _OfShard:
-    """What forward and backward share, `given` the arguments of either: the rows of all ranks, and which classes are
-    this rank's."""
+    """The state that forward and backward share: the rows of all ranks, and the classes of this rank. `given` are the
+    arguments of either."""
 
     def __init__(self, given: Any, shard: ShardArguments, place: Place, kept: _Kept | None, outputs: int = 0):
         self.shard, self.place, self.kept = shard, place, kept
         self.rows_of_all, hidden = math.prod(_row_shape(given)), given.hidden
         if shard.sequence_parallel:
             hidden = all_gather(hidden, group_of(shard)).wait().flatten(0, 1)
-        elif hidden.dim() > 2:  # the extension's chunks follow memory, and statistics the order of targets
+        elif hidden.dim() > 2:  # the extension's chunks follow memory, the statistics follow the order of targets
             hidden = hidden.flatten(0, -2).view(hidden.shape)
         usable, targets = place.columns, given.targets
         bias, weight = (None if each is None else each[:usable] for each in (given.bias, given.class_weight))
@@ -84,11 +84,11 @@ class _OfShard:
         self.arguments = (*options_of(given), place.first_class, place.classes, place.most, *merged)
 
     def rows(self, first: int, count: int) -> Tensor | slice:
-        """The rows of a chunk among all."""
+        """The places of a chunk's rows among all rows."""
         return slice(first, first + count) if self.kept is None else self.kept.rows[first : first + count]
 
     def range(self, first: int, count: int) -> slice:
-        """The same without a gap: rows that do not count are in it."""
+        """The same as a range, which includes rows that do not count."""
         if self.kept is None:
             return slice(first, first + count)
         kept = self.kept.on_host
@@ -97,8 +97,8 @@ class _OfShard:
         return slice(begin, self.rows_of_all if is_last else int(kept[first + count]))
 
     def run(self, overload: Any, *arguments: Any, callbacks: Sequence[Callable[[int, int], None] | None]) -> None:
-        """Calls the operator with functions of Python behind its arguments. An error of theirs is raised afterwards,
-        and nothing is exchanged behind it."""
+        """Calls the operator with Python functions as its last arguments. If one of them fails, the later ones exchange
+        nothing, and the error is raised at the end."""
         errors: list[BaseException] = []
 
         def guarded(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
@@ -112,7 +112,7 @@ class _OfShard:
             return run
 
         functions = [None if each is None else _CALLBACK(guarded(each)) for each in callbacks]
-        # Not by ctypes.cast(), whose cycle of references would keep the gradients, so that autograd copied them.
+        # ctypes.cast() would make a cycle of references that keeps the gradients, and autograd would copy them.
         addresses = [0 if each is None else ctypes.c_void_p.from_buffer(each).value for each in functions]
         try:
             call(self.shard.op, overload, *arguments, *addresses)
@@ -124,14 +124,14 @@ class _OfShard:
             try:
                 raise error
             finally:
-                del error  # or the frame and its error would keep each other
+                del error  # otherwise the frame and its error would keep each other alive
 
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
 
 
 class _Gradients:
-    """Those of a call, which the extension writes."""
+    """The gradients of a call, which the extension writes."""
 
     def __init__(self, call: _OfShard, given: Any, grad_head: Tensor | None = None):
         hidden, head, bias, bits = given.hidden, given.head, given.bias, given.gradients
@@ -156,7 +156,7 @@ class _Gradients:
         self.underway: list[Underway] = []
 
     def written(self) -> tuple[Tensor | None, ...]:
-        """What the extension writes."""
+        """The tensors that the extension writes."""
         of_classes = [None if each is None else each[: self.call.place.columns] for each in (self.to, self.bias)]
         return self.hidden, *of_classes
 
@@ -164,7 +164,7 @@ class _Gradients:
         return self._sum_over_ranks if self.hidden is not None and self.call.shard.reduce_input_grad else None
 
     def _sum_over_ranks(self, first: int, count: int) -> None:
-        """The gradient of a chunk's hidden states."""
+        """Starts the sum over the ranks of a chunk's gradient of hidden states."""
         assert self.hidden is not None
         shard, rows = self.call.shard, self.call.range(first, count)
         part = self.hidden.view(-1, self.shape[-1])[rows]
@@ -177,7 +177,7 @@ class _Gradients:
             self.underway.append(sum_on(rank, part[piece], group_of(shard)))
 
     def finished(self) -> list[Tensor | None]:
-        """Of hidden states, head and bias."""
+        """The finished gradients of hidden states, head and bias."""
         for underway in self.underway:
             underway.wait()
         of_hidden = self.hidden
@@ -187,14 +187,14 @@ class _Gradients:
 
 
 def _row_shape(given: Any) -> tuple[int, ...]:
-    """Of all rows; under sequence parallelism hidden states are of a part of them."""
+    """The shape of all rows; under sequence parallelism hidden states have a part of them."""
     targets = given.targets
     return tuple(targets.shape[:-1] if targets.is_floating_point() else targets.shape)
 
 
 def _kept_rows(given: Any) -> _Kept | None:
-    """The rows that count, if the extension leaves out the others: on the CPU always, on a GPU if it is asked to, but
-    not while a CUDA graph is captured (skips_ignored of the core)."""
+    """The rows that count, or None if the extension computes all rows. It leaves the other rows out on the CPU always,
+    and on a GPU with skip_ignored unless a CUDA graph is captured (skips_ignored of the core)."""
     targets, row_weight = given.targets, given.row_weight
     if targets.is_floating_point() and row_weight is None:
         return None
@@ -212,17 +212,18 @@ def _kept_rows(given: Any) -> _Kept | None:
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
-    """As linear_cross_entropy_forward and _forward_backward, and behind that the Place."""
+    """The results of linear_cross_entropy_forward or _forward_backward, followed by the Place."""
     given, shard = _ForwardArguments(*arguments), ShardArguments.behind(arguments)
     kept = _kept_rows(given)
     agreement = Agreement(shard, given.targets, given.head.shape[0], lambda: _facts(given, kept))
-    # The first two exchange something before the statistics; of the third the number of classes decides an error.
+    # The first two cases exchange something before the statistics; in the third an error depends on the number of
+    # classes.
     if shard.sequence_parallel or given.class_weight is not None or given.outputs & ARGMAX:
         agreement.settle()
     try:
         return _forward_at(agreement.expected(), agreement, given, shard, kept)
     except PlaceChanged:
-        pass  # and what was computed is gone
+        pass  # the results are dropped
     return _forward_at(agreement.settle(), agreement, given, shard, kept)
 
 
@@ -239,7 +240,7 @@ def _forward_at(
     own = given.hidden.new_empty((*row_shape, STATISTICS), dtype=sums)
     of_rows = own.view(-1, STATISTICS)
     computed = _Gradients(this, given)
-    statistics = own.new_zeros((ranks, this.rows_of_all, STATISTICS))  # of rows left out 0, which counts for nothing
+    statistics = own.new_zeros((ranks, this.rows_of_all, STATISTICS))  # rows left out have 0, which counts for nothing
     flat_target = None if target is None else target.reshape(-1)
 
     gathering: list[Underway] = []
@@ -302,7 +303,8 @@ def _facts(given: Any, kept: _Kept | None) -> dict[str, object]:
 
 
 def _divisor(this: _OfShard, given: Any) -> Tensor:
-    """What the mean divides by, before the statistics say it, where a rank has not the weights of all targets."""
+    """The divisor of the mean, computed before the statistics give it, for ranks that lack the weights of some
+    targets."""
     sums, counts = accumulator_dtype(given.hidden.dtype), counts_of(given.targets, given.ignore_index)
     weights = _weights_of_targets(this, given.targets.to(torch.int64), given.class_weight.to(sums))
     if given.row_weight is not None:
@@ -311,7 +313,7 @@ def _divisor(this: _OfShard, given: Any) -> Tensor:
 
 
 def _weights_of_targets(this: _OfShard, targets: Tensor, class_weight: Tensor) -> Tensor:
-    """Those that this rank does not have are 0, so that their sum over the ranks is exact."""
+    """The class weights of the targets. Weights that this rank lacks are 0, so the sum over the ranks is exact."""
     columns, own = this.place.columns, targets - this.place.first_class
     of_targets = class_weight.new_zeros(own.shape)
     if columns:
@@ -323,7 +325,7 @@ def _weights_of_targets(this: _OfShard, targets: Tensor, class_weight: Tensor) -
 
 
 def _gradients(given: Any, grad_head: Tensor | None = None) -> list[Tensor | None]:
-    """In their places."""
+    """The gradients of hidden states, head and bias."""
     this = _OfShard(given, ShardArguments.behind(given), Place.of(given.place), _kept_rows(given))
     computed = _Gradients(this, given, grad_head)
     this.run(

@@ -1,4 +1,4 @@
-"""The arguments that say which piece of a vocabulary a rank has, and the piece that the ranks have agreed upon."""
+"""The arguments that name a rank's piece of a vocabulary, and the piece that the ranks agree on."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """The piece of a vocabulary that a rank has, for the argument `group` of a loss, if the group alone does not say
-    enough.
+    """A rank's piece of a vocabulary, for the argument `group` of a loss, if the group alone does not say enough.
 
     Args:
-        group: the torch.distributed.ProcessGroup whose ranks have the vocabulary in pieces. None: the axis of the mesh
-            over which a DTensor cuts its classes.
+        group: the torch.distributed.ProcessGroup whose ranks share the vocabulary. None: the mesh axis over which a
+            DTensor cuts its classes.
         first_class: the first class of this rank. None: the pieces follow each other in the order of ranks.
-        sequence_parallel: of a head, whether hidden states are this rank's part of the rows, along the first axis, the
-            same number on each rank; targets and row weights have all rows. The gradient of hidden states is that of
-            this rank's rows.
-        reduce_input_grad: of a head, whether the gradient of the hidden states is summed over the ranks. False: each
+        sequence_parallel: for a head: whether hidden states are this rank's part of the rows, along the first axis, of
+            the same size on each rank. Targets and row weights have all rows. The gradient of hidden states has this
+            rank's rows.
+        reduce_input_grad: for a head: whether the gradient of the hidden states is summed over the ranks. False: each
             rank gets its own part of the sum.
-        reduce_dtype: of a head, the dtype in which the parts are computed and summed: that of the hidden states or of
-            the loss. None: that of the hidden states, but of float16 float32.
+        reduce_dtype: for a head: the dtype that computes and sums the parts, either the dtype of the hidden states or
+            the dtype of the loss. None: the dtype of the hidden states, but float32 for float16.
     """
 
     group: ProcessGroup | None = None
@@ -40,24 +39,24 @@ class Shard(NamedTuple):
 
 
 class ShardArguments(NamedTuple):
-    """A Shard as the operators take it."""
+    """A Shard in the form that the operators take."""
 
-    op: str  # the function that the user called, which errors name
+    op: str  # the function that the user called, for errors
     group: str  # the group's name
     ranks: int
     first_class: int  # -1: the pieces follow each other in the order of ranks
-    classes: int  # -1: as many as all shards have
+    classes: int  # -1: the sum over all shards
     sequence_parallel: bool = False
     reduce_input_grad: bool = True
     reduce_dtype: torch.dtype | None = None
 
     @staticmethod
     def behind(arguments: Sequence[Any]) -> ShardArguments:
-        """Those behind the other arguments of an operator over ranks."""
+        """The last arguments of an operator over ranks."""
         return ShardArguments(*arguments[-len(ShardArguments._fields) :])
 
 
-# As the last arguments of operators, see ShardArguments.
+# ShardArguments as the last arguments of operators.
 SCHEMA = (
     "str function, str group, int ranks, SymInt first_class, SymInt classes, bool sequence_parallel, "
     "bool reduce_input_grad, ScalarType? reduce_dtype"
@@ -65,15 +64,15 @@ SCHEMA = (
 
 
 class Place(NamedTuple):
-    """Which classes a rank has, without padding."""
+    """The classes of a rank, without padding."""
 
     first_class: int
     classes: int  # of all ranks
-    columns: int  # of this one
+    columns: int  # of this rank
     most: int  # the most columns that a rank has
 
     def tensor(self) -> Tensor:
-        """For the backward: a call that is compiled keeps tensors alone."""
+        """The record for the backward as a tensor, because a compiled call keeps only tensors."""
         return torch.tensor(self, dtype=torch.int64)
 
     @staticmethod
@@ -82,12 +81,12 @@ class Place(NamedTuple):
 
     @staticmethod
     def empty() -> Tensor:
-        """For a fake implementation."""
+        """A tensor of this shape for a fake implementation."""
         return torch.empty(len(Place._fields), dtype=torch.int64, device="cpu")
 
 
 def shape_of_rows(shard: ShardArguments, hidden: Tensor) -> tuple[int, ...]:
-    """Of all ranks, which targets have: the shape of hidden states without their features."""
+    """The shape of the rows of all ranks, which targets have: hidden states without their features."""
     rows = tuple(hidden.shape[:-1])
     if not shard.sequence_parallel:
         return rows
@@ -99,7 +98,7 @@ def shape_of_rows(shard: ShardArguments, hidden: Tensor) -> tuple[int, ...]:
 
 
 def dtype_of_parts(shard: ShardArguments, dtype: torch.dtype) -> torch.dtype:
-    """In which the ranks' parts of the gradient of an input are computed and added up."""
+    """The dtype that computes and sums the ranks' parts of the gradient of an input."""
     if not shard.reduce_input_grad:
         return dtype
     # A part of float16 may be infinite although the sum is finite.
@@ -107,7 +106,7 @@ def dtype_of_parts(shard: ShardArguments, dtype: torch.dtype) -> torch.dtype:
 
 
 def check_reduce_dtype(op: str, shard: ShardArguments, dtype: torch.dtype) -> None:
-    """`dtype` is that of the hidden states."""
+    """`dtype` is the dtype of the hidden states."""
     allowed = (dtype, accumulator_dtype(dtype))
     if shard.reduce_dtype is not None and shard.reduce_dtype not in allowed:
         names = " or ".join(dict.fromkeys(map(name_of, allowed)))
@@ -115,7 +114,7 @@ def check_reduce_dtype(op: str, shard: ShardArguments, dtype: torch.dtype) -> No
 
 
 def without_padding(op: str, classes: int, *tensors: Any) -> list[Any]:
-    """The first `classes` of tensors whose first axis are classes and padding, as views."""
+    """The first `classes` of each tensor, as views. The first axis has the classes, followed by padding."""
     total = index_of(op, "classes", classes)
     for each in tensors:
         if isinstance(each, Tensor) and not 1 <= total <= (each.shape[0] if each.dim() else 0):
@@ -125,11 +124,11 @@ def without_padding(op: str, classes: int, *tensors: Any) -> list[Any]:
 
 def shard_of(group: object) -> Shard:
     """The argument `group` as a Shard."""
-    return group if isinstance(group, Shard) else Shard(group)  # type: ignore[arg-type]  # with_agreement looks at it
+    return group if isinstance(group, Shard) else Shard(group)  # type: ignore[arg-type]  # with_agreement checks it
 
 
 def shard_of_range(op: str, group: ProcessGroup, first: int, end: int, head: Tensor) -> Shard:
-    """The classes [first, end) of a rank, which are the rows of its piece of the head."""
+    """The Shard of a rank with the classes [first, end), which are the rows of its piece of the head."""
     if end - first != head.shape[0]:
         raise NotImplementedError(
             f"{op}: the classes of this rank are {first} to {end}, and its head has {head.shape[0]}: a padded piece"
@@ -138,7 +137,7 @@ def shard_of_range(op: str, group: ProcessGroup, first: int, end: int, head: Ten
 
 
 def shard_arguments(op: str, group: ProcessGroup, shard: Shard, classes: int | None) -> ShardArguments:
-    """A Shard and the number of classes, checked."""
+    """The checked arguments of a Shard and the number of classes."""
     _, first_class, sequence_parallel, reduce_input_grad, reduce_dtype = shard
     first = -1 if first_class is None else index_of(op, "first_class", first_class)
     total = -1 if classes is None else index_of(op, "classes", classes)

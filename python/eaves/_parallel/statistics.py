@@ -10,14 +10,14 @@ from eaves._parallel.shard import Place, ShardArguments
 from eaves._torch.checks import accumulator_dtype
 from eaves._torch.outputs import ARGMAX
 
-# Statistics become the loss and the outputs. The target is None where it was probabilities.
+# Computes the loss and the outputs from statistics. The target is None for probabilities.
 merge = torch.ops.eaves.cross_entropy_merge.default
 
 STATISTICS = 10  # kCrossEntropyStatistics of include/eaves/cross_entropy.h
 
 
 def gather_statistics(shard: ShardArguments, own: Tensor, target: Tensor | None) -> Underway:
-    """Of the rows of a shard, [rows, STATISTICS], with their targets, [rows], where these are classes."""
+    """Gathers the statistics of a shard's rows, [rows, STATISTICS], together with class targets, [rows]."""
     classes = own.new_zeros(own.shape[0]) if target is None else target.to(_BITS[own.dtype]).view(own.dtype)
     return all_gather(torch.cat([own, classes.unsqueeze(-1)], -1), group_of(shard))
 
@@ -26,8 +26,8 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def statistics_of(gathered: Tensor) -> Tensor:
-    """[ranks, rows, STATISTICS], the same on all ranks. Rows whose targets differ from rank to rank are NaN: on a GPU
-    they have not been compared before."""
+    """[ranks, rows, STATISTICS], the same on all ranks. Rows whose targets differ between ranks become NaN, because
+    targets on a GPU were not compared before."""
     targets = gathered[..., STATISTICS].contiguous().view(_BITS[gathered.dtype])
     differs = (targets != targets[0]).any(0)
     return torch.where(differs.unsqueeze(-1), torch.nan, gathered[..., :STATISTICS]).contiguous()

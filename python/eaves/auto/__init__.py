@@ -1,1 +1,1 @@
-"""Modules whose import installs eaves in a library that can import a module by its name."""
+"""Modules that install eaves on import, for libraries that can import a module by its name."""

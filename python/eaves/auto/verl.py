@@ -1,5 +1,5 @@
-"""eaves.verl.install() as an import: each process of verl imports the modules that VERL_USE_EXTERNAL_MODULES or
-external_lib name."""
+"""Calls eaves.verl.install() on import. Each process of verl imports the modules named by VERL_USE_EXTERNAL_MODULES or
+external_lib."""
 
 from eaves.verl import install
 

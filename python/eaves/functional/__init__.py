@@ -1,4 +1,4 @@
-"""The public functions and modules for torch tensors, each in the file of its name: signature, docstring, one call."""
+"""The public functions and modules for torch tensors. A file named after each has its signature, docstring and call."""
 
 from eaves._parallel.shard import Shard as Shard
 from eaves._torch.library import __version__ as __version__

@@ -81,98 +81,99 @@ def cross_entropy(
 ) -> Tensor | CrossEntropyOutput:
     """The loss of classifying each row of `input`, as torch.nn.functional.cross_entropy, with its gradient.
 
-    For a row of logits z over V classes with target t, smoothing e and class weights w (1 where absent):
+    For a row of logits z over V classes with target t, smoothing e and class weights w (1 if absent):
 
         z'   = softcap * tanh(scale * z / softcap)                    (no softcap: scale * z)
         lse  = log sum_v exp(z'_v)
         loss = (1 - e) * w_t * (lse - z'_t) + e / V * sum_v w_v * (lse - z'_v) + z_loss * lse^2
         mean = sum(r * loss) / sum(r * w_t over the rows that are not ignored)
 
-    with the weights r of the rows (1 where absent), which with the other reductions multiply each loss too.
-    With probabilities q as the target: loss = sum_v w_v * q'_v * (lse - z'_v) + z_loss * lse^2 with
-    q' = (1 - e) * q + e / V, and the mean divides by sum(r).
+    r is the weight of the row (1 if absent). The other reductions multiply each loss by r too. With probabilities q as
+    the target, loss = sum_v w_v * q'_v * (lse - z'_v) + z_loss * lse^2 with q' = (1 - e) * q + e / V, and the mean
+    divides by sum(r).
 
     Forward and backward each read the logits once (M. Milakov, N. Gimelshein, "Online normalizer calculation for
-    softmax", arXiv:1805.02867), in float32 whatever the dtype of `input`. For the backward are kept: input, target, and
-    two numbers for each row, lse and the rest that its rounding lost. Label smoothing: C. Szegedy et al.,
-    arXiv:1512.00567; z-loss: A. Chowdhery et al., arXiv:2204.02311; soft capping: Gemma 2, arXiv:2408.00118.
+    softmax", arXiv:1805.02867) and compute in float32 whatever the dtype of `input`. The forward keeps for the
+    backward: input, target, and two numbers for each row, lse and the remainder of its rounding. Label smoothing: C.
+    Szegedy et al., arXiv:1512.00567; z-loss: A. Chowdhery et al., arXiv:2204.02311; soft capping: Gemma 2,
+    arXiv:2408.00118.
 
     Args:
         input: the logits: [..., V], or as in torch [N, V, d1, ...]; any strides, on the CPU or a CUDA GPU; float16,
             bfloat16, float32 or float64.
-        target: of each row a class, int32 or int64: the shape of input without the axis of the classes. Or
-            probabilities: the shape of input, in its dtype or float32.
-        weight: of each class, [V], in the dtype of input or float32. It gets no gradient.
+        target: a class for each row, int32 or int64: the shape of input without the class axis. Or probabilities: the
+            shape of input, in its dtype or float32.
+        weight: w, one number for each class, [V], in the dtype of input or float32. It gets no gradient.
         ignore_index: rows with this target have loss 0 and gradient 0, and count in no mean. May be a class.
         reduction: "none" (the losses of the rows), "sum" or "mean".
         label_smoothing: e, 0 to 1.
-        softcap: None, or a positive number that the logits are bounded by.
-        scale: None, or a positive number that the logits are multiplied by, before the softcap. For a temperature T,
-            which divides after it, pass scale=1/T, and with a softcap of c softcap=c/T.
+        softcap: None, or a positive number that bounds the logits.
+        scale: None, or a positive number that multiplies the logits before the softcap. A temperature T divides them
+            after the softcap: for it pass scale=1/T, and with a softcap of c also softcap=c/T.
         z_loss: the weight of lse^2 in the loss; not negative.
-        row_weight: r, one number for each row (a mask of tokens, advantages): the shape of input without the axis of
-            the classes; any real dtype or bool, converted to that of the loss. A row of weight 0 has loss 0 and
-            gradient 0, whatever it holds, and its other outputs; its target has to be a class all the same, or
-            ignore_index. Weights of both signs go with "sum" or a normalizer: the mean's own divisor
-            may be next to 0. It gets no gradient.
-        normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
-            with one element on the device of input, which is not waited for (the tokens of all micro-batches and
-            ranks, for instance). It gets no gradient. Not negative; a tensor on a GPU is not checked. With 0 gradients
-            are 0.
-        inplace_backward: whether the gradient of input may be written over input, in the forward: half of the memory,
-            and on a GPU less time. Of float16 the backward writes it, in the time of a call without this option,
-            because a gradient that is rounded before a loss scale multiplies it would be 0. Afterwards input (not a
-            leaf) holds its gradient and no logits any more: autograd notices an earlier use that
-            saved them, and the backward of a later use is a RuntimeError, but not of a slice or a transposed view; a
-            later use without a gradient reads the gradient that lies there. There is one backward, and lse and entropy
-            have no gradient: a term of the loss that is made of them changes nothing. Nothing is written if no gradient
-            of input is wanted. torch.compile, which plans memory itself, ignores it.
-        outputs: the names of more outputs, one or a sequence of them. Each is [rows...], but z_loss; float32, or
-            float64 for a float64 input. Ignored rows and rows of weight 0 have them too.
+        row_weight: r, one number for each row (a mask of tokens, advantages): the shape of input without the class
+            axis; any real dtype or bool, converted to the dtype of the loss. A row of weight 0 has loss 0 and gradient
+            0 for any logits, and keeps its other outputs. Its target still has to be a class or ignore_index. Weights
+            of both signs need "sum" or a normalizer, because the mean's own divisor may be close to 0. It gets no
+            gradient.
+        normalizer: with "mean", the divisor of the sum in place of the weights of the rows (the tokens of all
+            micro-batches and ranks, for instance): a number, or a tensor with one element on the device of input. The
+            call does not wait for a tensor. It gets no gradient. It must not be negative; a tensor on a GPU is not
+            checked. A normalizer of 0 makes the gradients 0.
+        inplace_backward: whether the forward may write the gradient of input over input: half of the memory, and on a
+            GPU less time. For float16 the backward writes it, in the time of a call without this option, because a
+            gradient that is rounded before a loss scale multiplies it would be 0. Afterwards input (not a leaf) holds
+            its gradient in place of the logits. Autograd notices an earlier use that saved the logits, and raises a
+            RuntimeError in the backward of a later use, except for a slice or a transposed view. A later use without a
+            gradient reads the stored gradient. There is one backward, and lse and entropy have no gradient: a loss term
+            built on them has no effect. If input needs no gradient, nothing is written. torch.compile, which plans
+            memory itself, ignores the option.
+        outputs: the names of more outputs, one or a sequence of them. Each output but "z_loss" is [rows...]; float32,
+            or float64 for a float64 input. Ignored rows and rows of weight 0 have them too.
             "lse": differentiable.
             "argmax": the class of the largest logit, int64.
-            "entropy": of the row's softmax, in nats; differentiable.
+            "entropy": the entropy of the row's softmax, in nats; differentiable.
             "z_loss": the part z_loss * lse^2 of the loss, in the loss's shape.
             "sum_sq": sum_v p_v^2 of the row's softmax.
             "mean_logit": the mean of the row's z'. Not with probabilities as the target, nor with weight and
             label_smoothing together.
-        class_dim: the axis of the classes. None: what the shape of target says; where it says both (a target of [N, d]
-            for an input of [N, d, d]; probabilities with more than two axes), the call is refused.
-        group: None, or the torch.distributed.ProcessGroup whose ranks have the classes in pieces: input, weight and a
-            target of probabilities are this rank's, and each rank calls with the same targets of classes and options.
-            All ranks get the same loss and outputs, bit for bit, and the gradient of their own logits. Pieces follow
-            each other in the order of ranks, and may have different sizes, none too; eaves.Shard(group, first_class)
-            gives this rank's first class. If input is a DTensor whose classes are cut over one axis of its mesh,
-            that axis is the group. With inplace_backward the backward writes the gradient.
-        classes: how many classes there are in all. Logits and probabilities beyond are padding, which is not read, and
-            has gradient 0. None: all are classes. Without a group too.
+        class_dim: the axis of the classes. None: the axis that the shape of target implies. If both axes fit (a target
+            of [N, d] for an input of [N, d, d]; probabilities with more than two axes), the call is refused.
+        group: None, or the torch.distributed.ProcessGroup whose ranks share the classes: each rank passes its piece of
+            input, weight and a target of probabilities, and every rank passes the same class targets and options. All
+            ranks get the same loss and outputs, bit for bit, and the gradient of their own logits. Pieces follow each
+            other in the order of ranks; their sizes may differ, and a piece may be empty. eaves.Shard(group,
+            first_class) gives this rank's first class. If input is a DTensor whose classes are cut over one axis of its
+            mesh, that axis is the group. With inplace_backward the backward writes the gradient.
+        classes: the number of classes in all, with or without a group. Later logits and probabilities are padding: they
+            are not read, and have gradient 0. None: all are classes.
 
     Returns:
         The loss: float32, or float64 for a float64 input; of shape [], or with reduction="none" of shape [rows...],
         contiguous. With outputs, a named tuple: the loss, then the outputs in the order of their names, so that
-        `loss, lse = cross_entropy(..., outputs="lse")`. "rows..." is the shape of input without the classes. The
-        outputs of ignored rows are computed as any others, but with inplace_backward they are 0.
+        `loss, lse = cross_entropy(..., outputs="lse")`. "rows..." is the shape of input without the class axis. Ignored
+        rows have computed outputs like any other row, but with inplace_backward these outputs are 0.
 
     Raises:
         ValueError: a shape, dtype, device or number is not as above; on the CPU a target that is no class and not
-            ignore_index. (On a GPU its loss and gradient are NaN, or with EAVES_CHECK_TARGETS=1 in the environment the
-            same error.)
+            ignore_index. (On a GPU the loss and gradient of that row are NaN; with EAVES_CHECK_TARGETS=1 in the
+            environment it is the same error.)
         TypeError: an argument is of the wrong Python type.
-        NotImplementedError: a dtype, layout or device that eaves does not have, a DTensor whose classes are not cut
+        NotImplementedError: a dtype, layout or device that eaves does not have; a DTensor whose classes are not cut
             over one axis of its mesh; a derivative of second order, in forward mode, or of target, weight, row_weight
             or normalizer; inplace_backward under torch.func; with a group torch.vmap and torch.func.
-        RuntimeError: with inplace_backward, input is a leaf that requires a gradient, a second backward, or the
-            backward of a later use of input (of float16 and with a group, of a use after the backward); of
-            torch.distributed, where a rank has ended or does not call, after the time-out of the group.
+        RuntimeError: with inplace_backward: input is a leaf that requires a gradient, a second backward, or the
+            backward of a later use of input (for float16 and with a group, of a use after the backward). From
+            torch.distributed, after the time-out of the group: a rank has ended or does not call.
         torch.OutOfMemoryError: torch's allocator has no memory for a result.
 
-    With a group, ranks compare their arguments before they exchange statistics: an error of one, or a difference, is an
-    error on all. (On a GPU targets that differ make the rows' loss and gradient NaN. Probabilities are not compared.)
-    While a CUDA graph is captured they cannot: make the same call once before.
+    With a group, ranks compare their arguments before they exchange statistics: an error of one rank, or a difference,
+    is an error on all ranks. (On a GPU, targets that differ make the rows' loss and gradient NaN. Probabilities are not
+    compared.) Ranks cannot compare while a CUDA graph is captured: make the same call once before.
 
-    Differences from torch.nn.functional.cross_entropy: the loss of 16-bit logits is float32; without rows, or with all
-    of them ignored, the mean is 0 with gradient 0, not NaN; classes may also be the last axis; targets of uint8 are
-    refused; no derivative with respect to probabilities; under autocast the dtype stays that of input.
+    Differences from torch.nn.functional.cross_entropy: the loss of 16-bit logits is float32; without rows, or if all of
+    them are ignored, the mean is 0 with gradient 0, not NaN; the classes may also be the last axis; targets of uint8
+    are refused; probabilities have no derivative; autocast does not change the dtype of input.
 
     Example:
         >>> import torch, eaves
@@ -200,8 +201,8 @@ def cross_entropy(
 
 @module_of(cross_entropy, "row_weight", "normalizer", "group", "classes")
 class CrossEntropyLoss(LossModule):
-    """eaves.cross_entropy as a module, as torch.nn.CrossEntropyLoss: the options are given once, and `weight` goes
-    where the module goes.
+    """eaves.cross_entropy as a module, as torch.nn.CrossEntropyLoss: it takes the options once, and `weight` is a
+    buffer that moves with the module.
 
     Args:
         weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, inplace_backward, outputs, class_dim:

@@ -95,137 +95,141 @@ def linear_cross_entropy(
     **unknown: object,
 ) -> Tensor | CrossEntropyOutput:
     """The loss of a model's head, cross_entropy(input @ linear_weight.T + linear_bias, target), and its gradients,
-    without ever holding all the logits; takes the calls of torch.nn.functional.linear_cross_entropy (PyTorch 2.13), on
-    every PyTorch that eaves has.
+    without ever holding all the logits. Accepts the calls of torch.nn.functional.linear_cross_entropy (PyTorch 2.13),
+    on every version of PyTorch that eaves supports.
 
-    For a row x of `input` and V classes, with what eaves.cross_entropy does with logits z:
+    For a row x of `input` and V classes, with the rules of eaves.cross_entropy for the logits z:
 
         z    = linear_weight @ x + linear_bias          in float32, whatever the dtype of input
         loss = eaves.cross_entropy(z, target)
 
-    Probabilities are computed from the product's float32 sums, not from logits rounded to 16 bits. What the gradient of
-    the logits is rounded to, once, is the dtype of `input`, as the factor of two products that it is.
+    Probabilities are computed from the product's float32 sums, not from logits rounded to 16 bits. The gradient of the
+    logits is rounded once, to the dtype of `input`, because it is a factor of two products.
 
-    The ways to the gradients, the same up to rounding:
+    The algorithms for the gradients, equal up to rounding:
 
-        speed   The forward computes the gradients too, chunk by chunk: three matrix products. Between forward and
-                backward they wait, as large as input and linear_weight. The backward multiplies them by the upstream
-                gradient; where that is 1, as after loss.backward(), nothing is read or written. A second backward over
-                the same graph computes them again.
-        memory  The same in smaller chunks: on a GPU as fast with few classes, with many up to 1.5 times the time, in
-                160 MiB of scratch memory up to 139,264 classes, 24 MiB and 1 KiB a class beyond. Where a chunk has no
-                room for 384 rows: recompute.
+        speed      The forward computes the gradients too, chunk by chunk: three matrix products. Until the backward
+                   these gradients take as much memory as input and linear_weight. The backward multiplies them by the
+                   upstream gradient; if that is 1, as after loss.backward(), the backward reads and writes nothing. A
+                   second backward over the same graph computes them again.
+        memory     The same in smaller chunks. On a GPU it is as fast for few classes and takes up to 1.5 times the time
+                   for many; its scratch memory is 160 MiB up to 139,264 classes, beyond that 24 MiB and 1 KiB a class.
+                   If a chunk has no room for 384 rows, it is recompute.
         recompute  The forward keeps two numbers a row, and the backward computes the logits again: four products. No
-                gradient waits between them, and that of linear_weight is rounded for fewer chunks.
+                   gradient waits between them, and the gradient of linear_weight is rounded for fewer chunks.
 
-    Rows that are ignored, and rows of weight 0, are left out before the first product: on the CPU always, on a GPU with
+    Ignored rows and rows of weight 0 are left out before the first product: on the CPU always, on a GPU with
     `skip_ignored`.
 
-    Source: the chunks, Liger Kernel (P. Hsu et al., arXiv:2410.10989); the logits computed again, Cut Cross-Entropy
+    Sources: Liger Kernel for the chunks (P. Hsu et al., arXiv:2410.10989); Cut Cross-Entropy for the recomputed logits
     (E. Wijmans et al., arXiv:2411.09009).
 
     Args:
         input: [..., D], any strides, on the CPU or a CUDA GPU; float16, bfloat16, float32 or float64.
-        linear_weight: [V, D], in the dtype of input, or a torch.nn.Linear, whose bias is linear_bias then. Without unit
-            stride along one of its axes it is copied.
-        target: of each row a class, int32 or int64: the shape of input without D. Or probabilities: [..., V], in the
-            dtype of input or float32; those of 16 bits, and those whose rows do not lie at one distance, are copied.
+        linear_weight: [V, D], in the dtype of input; or a torch.nn.Linear, whose bias is then linear_bias. A tensor
+            without unit stride along one of its axes is copied.
+        target: a class for each row, int32 or int64: the shape of input without D. Or probabilities: [..., V], in the
+            dtype of input or float32. The call copies probabilities of 16 bits, and probabilities whose rows are not
+            equally spaced in memory.
         linear_bias: [V], in the dtype of input or float32.
-        weight: of each class, [V], in the dtype of input or float32. It gets no gradient.
+        weight: one number for each class, [V], in the dtype of input or float32. It gets no gradient.
         reduction: "none" (the losses of the rows), "sum" or "mean".
-        ignore_index: rows with this target have loss 0 and gradient 0, and count in no mean. May be a class. None, as
-            PyTorch 2.13 has it, is -100.
+        ignore_index: rows with this target have loss 0 and gradient 0, and count in no mean. May be a class. None,
+            which PyTorch 2.13 accepts, means -100.
         label_smoothing: e, 0 to 1.
-        options: torch.nn.LinearCrossEntropyOptions, or None: taken and not read, because how much is computed at once
-            follows from `workspace_bytes`.
-        softcap: None, or a positive number that the logits are bounded by.
-        scale: None, or a positive number that the logits are multiplied by, before the softcap. For a temperature T,
-            which divides after it, pass scale=1/T, and with a softcap of c softcap=c/T. A tensor of one element, on the
-            device of input, gets a gradient. If input has 16 bits, the call reads its value, and waits for a GPU; the
-            gradient is summed from that of input, which has 16 bits. Else the call multiplies input and linear_bias by
-            it, without a check and without waiting. Over ranks it has to be a number.
+        options: torch.nn.LinearCrossEntropyOptions, or None. The call accepts and ignores it, because `workspace_bytes`
+            sets the size of the chunks.
+        softcap: None, or a positive number that bounds the logits.
+        scale: None, or a positive number that multiplies the logits before the softcap. A temperature T divides them
+            after the softcap: for it pass scale=1/T, and with a softcap of c also softcap=c/T. A tensor of one element,
+            on the device of input, gets a gradient. If input has 16 bits, the call reads the tensor's value, waits for
+            a GPU to do so, and sums the gradient of scale from the 16-bit gradient of input. Otherwise the call
+            multiplies input and linear_bias by the tensor, without a check and without waiting. Over ranks scale has to
+            be a number.
         z_loss: the weight of lse^2 in the loss; not negative.
         row_weight: r of eaves.cross_entropy, one number for each row: the shape of input without D. A row of weight 0
-            (of a bool mask: False) does not count, as one that is ignored. With "sum" and "mean" the gradients stay
-            three matrix products. In float16 weights are factors of these products' 16-bit factor: those beyond 1e4
-            overflow, smaller ones than 1e-4 lose digits.
-        normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
-            with one element on the device of input, which is not waited for (the tokens of all micro-batches and
-            ranks, for instance). It gets no gradient. Not negative; a tensor on a GPU is not checked. With 0 gradients
-            are 0.
+            (of a bool mask: False) does not count, as an ignored row. With "sum" and "mean" the gradients still take
+            three matrix products. In float16 the weights multiply the 16-bit factor of these products: weights above
+            1e4 overflow, weights below 1e-4 lose digits.
+        normalizer: with "mean", the divisor of the sum in place of the weights of the rows (the tokens of all
+            micro-batches and ranks, for instance): a number, or a tensor with one element on the device of input. The
+            call does not wait for a tensor. It gets no gradient. It must not be negative; a tensor on a GPU is not
+            checked. A normalizer of 0 makes the gradients 0.
         outputs: the names of more outputs, one or a sequence of them, as in eaves.cross_entropy.
-        algorithm: "speed", "memory", "recompute", or "auto": speed where the workspace has room for it, but for calls
-            with the outputs "lse" or "entropy", or with grad_weight_out, and else recompute. "speed" is speed for them
-            too; where lse or entropy turn out to have a gradient, or a second derivative is asked for, the backward
-            computes the logits again. Always recompute are calls with reduction "none", but where input alone has a
-            gradient (a frozen head: two products instead of three), because what multiplies the rows comes with the
-            backward; with float16, whose gradients would underflow before a loss scale multiplies them; and under
-            torch.vmap and torch.func. Under torch.compile, "auto" is speed where workspace_bytes is not given.
-            "keep" is for the calls that "auto" recomputes: the forward keeps a number of each logit, the backward takes
-            two products, whatever the loss is. See keep_bytes.
-        workspace_bytes: the most scratch memory that a call should take, in bytes; None: what suits the device. Where
-            it is too little for the smallest chunk, the call takes what that needs.
-        keep_bytes: with "keep", the most that the forward keeps for the backward, in bytes; the logits of other rows
-            are computed again. None: what all rows take, 2 bytes for each logit where
-            docs/pytorch.md#what-the-forward-keeps says so, else 4. "auto" with keep_bytes is keep where it would be
-            recompute. Such calls are not compiled by torch.compile; torch.vmap and torch.func recompute.
-        skip_ignored: on a GPU, whether to leave out rows that are ignored or of weight 0 before anything is multiplied,
-            and in a backward with reduction "none" rows whose upstream gradients are 0. The call then waits once for
-            the device, for their number; a CUDA graph cannot wait, so all are computed there.
-        grad_weight_dtype: of a product of 16 bits, what the chunks' parts of linear_weight's gradient are added up in:
-            float32, rounded once to the dtype of linear_weight at the end, which needs a tensor of its shape in
-            float32; or the dtype of the product. None: float32 where linear_weight is float32 (under torch.autocast),
-            and the gradient is not rounded at all; else the dtype of linear_weight.
-        grad_weight_out: None, or a tensor of linear_weight's shape, in the product's dtype or the loss's, features with
-            unit stride, in memory that no other argument has: each backward adds the gradient of linear_weight to it
-            (main_grad of Megatron), and linear_weight gets none from this call. Nothing is added where linear_weight
-            requires no gradient. With "recompute" the products add to it, else the backward adds what the forward
-            computed.
-        group: None, or the torch.distributed.ProcessGroup whose ranks have the head in pieces: linear_weight,
-            linear_bias, weight and a target of probabilities are this rank's classes, padding among them, and each rank
-            calls with the same rows, targets of classes and options. All ranks get the same loss and outputs, bit for
-            bit, and the gradient of their own piece. Pieces may have different sizes, none too. An eaves.Shard says
-            more: this rank's first class, whether rows are cut too (sequence parallelism), and how the gradient
-            of input is summed. If linear_weight is a DTensor with Shard(0) on one axis of its mesh, that axis is the
-            group; input and target may be DTensors on that mesh then. A parameter that fully_shard has cut is no such
-            piece: unless rows are cut too, it is gathered, and its gradient reduced as its module says.
-        classes: how many classes there are in all. Rows of linear_weight and probabilities beyond are padding, which is
-            neither multiplied nor counted, and has gradient 0. None: all are classes. Without a group too.
+        algorithm: "speed", "memory", "recompute", "keep" or "auto". "auto" is speed if the workspace has room for it,
+            and else recompute; it is recompute for calls with the outputs "lse" or "entropy" or with grad_weight_out.
+            "memory" falls back to recompute in the same cases. "speed" is speed for these calls too; if lse or entropy
+            get a gradient, or a second derivative is wanted, the backward computes the logits again. All three are
+            recompute with reduction "none", because the factors of the rows come with the backward, unless input alone
+            has a gradient (a frozen head: two products instead of three); with float16, whose gradients would underflow
+            before a loss scale multiplies them; and under torch.vmap and torch.func. Under torch.compile, "auto" is
+            speed unless workspace_bytes is given. "keep" is for the calls that "auto" recomputes: the forward keeps a
+            number of each logit, and the backward takes two products for any loss. See keep_bytes.
+        workspace_bytes: the most scratch memory that a call should take, in bytes. None: a default that suits the
+            device. If it is too little for the smallest chunk, the call takes the memory of that chunk.
+        keep_bytes: with "keep", the most memory that the forward keeps for the backward, in bytes; the backward
+            computes the logits of the other rows again. None: enough for all rows, 2 bytes for each logit in the calls
+            that docs/pytorch.md#what-the-forward-keeps lists, else 4 (8 for float64). "auto" with keep_bytes is keep
+            for the calls that it would recompute. torch.compile leaves such calls out of the graph; under torch.vmap
+            and torch.func they recompute. Refused over ranks.
+        skip_ignored: on a GPU, whether to leave out ignored rows and rows of weight 0 before the first product, and in
+            a backward with reduction "none" also rows with upstream gradients of 0. The call then waits once for the
+            device, for the number of rows. A CUDA graph cannot wait, so it computes all rows.
+        grad_weight_dtype: for a product of 16 bits, the dtype of the sum over chunks of linear_weight's gradient.
+            float32: rounded once to the dtype of linear_weight at the end, with a float32 tensor of its shape. Or the
+            dtype of the product. None: float32 if linear_weight is float32 (under torch.autocast), and then the
+            gradient is not rounded at all; else the dtype of linear_weight.
+        grad_weight_out: None, or a tensor of linear_weight's shape, in the product's dtype or the loss's, with unit
+            stride along the features, in memory that no other argument shares. Each backward adds the gradient of
+            linear_weight to it (main_grad of Megatron), and linear_weight gets no gradient from this call. If
+            linear_weight requires no gradient, nothing is added. With "recompute" the products add to it; otherwise the
+            backward adds the gradient that the forward computed.
+        group: None, or the torch.distributed.ProcessGroup whose ranks share the head: each rank passes its classes of
+            linear_weight, linear_bias, weight and a target of probabilities, padding among them, and every rank passes
+            the same rows, class targets and options. All ranks get the same loss and outputs, bit for bit, and the
+            gradient of their own piece. The sizes of the pieces may differ, and a piece may be empty. An eaves.Shard
+            says more: this rank's first class, whether rows are cut too (sequence parallelism), and how the gradient of
+            input is summed. If linear_weight is a DTensor with Shard(0) on one axis of its mesh, that axis is the
+            group; input and target may then be DTensors on that mesh. A parameter that fully_shard has cut is not such
+            a piece: unless rows are cut too, the call gathers it and reduces its gradient as its module says.
+        classes: the number of classes in all, with or without a group. Later rows of linear_weight and later
+            probabilities are padding: they are neither multiplied nor counted, and have gradient 0. None: all are
+            classes.
 
     Returns:
         The loss: float32, or float64 for a float64 input; of shape [], or with reduction="none" of shape [rows...],
         contiguous. With outputs, a named tuple: the loss, then the outputs in the order of their names, so that
-        `loss, lse = linear_cross_entropy(..., outputs="lse")`. "rows..." is the shape of input without D. Rows that are
-        ignored or of weight 0 have all outputs 0.
+        `loss, lse = linear_cross_entropy(..., outputs="lse")`. "rows..." is the shape of input without D. All outputs
+        of ignored rows and of rows of weight 0 are 0.
 
-        Gradients have the dtypes of their tensors: of input, linear_weight and linear_bias, each computed only where it
-        requires one: a frozen head costs no product for its weight, a frozen body none for input.
+        The gradients of input, linear_weight and linear_bias have the dtypes of their tensors. Each is computed only if
+        its tensor requires one: a frozen head costs no product for its weight, a frozen body none for input.
 
     Raises:
-        ValueError: a shape, dtype, device or number is not as above; input and linear_weight have two dtypes; on the
-            CPU a target that is no class and not ignore_index. (On a GPU its loss and gradient are NaN, or with
-            EAVES_CHECK_TARGETS=1 in the environment the same error.)
+        ValueError: a shape, dtype, device or number is not as above; input and linear_weight differ in dtype; on the
+            CPU a target that is no class and not ignore_index. (On a GPU the loss and gradient of that row are NaN;
+            with EAVES_CHECK_TARGETS=1 in the environment it is the same error.)
         TypeError: an argument is of the wrong Python type.
         NotImplementedError: a dtype, layout or device that eaves does not have; a DTensor whose classes are not cut
             over one axis of its mesh; a derivative of second order, in forward mode, or of target, weight, row_weight
-            or normalizer; grad_weight_out under torch.vmap, torch.func or torch.compile with fullgraph=True (else such
-            a call is not compiled); a linear_weight of more than two axes (PyTorch's K-dimensional loss), or that
-            DeepSpeed's ZeRO-3 has in pieces; with a group torch.vmap and torch.func.
-        RuntimeError: of torch.distributed, where a rank has ended or does not call, after the time-out of the group.
+            or normalizer; grad_weight_out under torch.vmap, torch.func or torch.compile with fullgraph=True (else
+            torch.compile leaves such a call out of the graph); a linear_weight of more than two axes (PyTorch's
+            K-dimensional loss), or one that DeepSpeed's ZeRO-3 has cut; with a group torch.vmap and torch.func.
+        RuntimeError: from torch.distributed, after the time-out of the group: a rank has ended or does not call.
         torch.OutOfMemoryError: torch's allocator has no memory for a result or the workspace.
 
-    With a group, ranks compare their arguments before they exchange anything else: an error of one, or a difference, is
-    an error on all. (On a GPU targets that differ make the rows' loss and gradient NaN. Probabilities are not
-    compared.) While a CUDA graph is captured they cannot: make the same call once before. "auto" is speed where
-    workspace_bytes is not given.
+    With a group, ranks compare their arguments before they exchange anything else: an error of one rank, or a
+    difference, is an error on all ranks. (On a GPU, targets that differ make the rows' loss and gradient NaN.
+    Probabilities are not compared.) Ranks cannot compare while a CUDA graph is captured: make the same call once
+    before. With a group "auto" is speed unless workspace_bytes is given.
 
-    Under torch.autocast input and linear_weight are cast to its dtype, as those of F.linear are; a float32 linear_bias
-    is not. The loss is float32 still, and gradients have the dtypes of the tensors that were passed: that of a float32
+    torch.autocast casts input and linear_weight to its dtype, as for F.linear; it leaves a float32 linear_bias as it
+    is. The loss is still float32, and gradients have the dtypes of the passed tensors: the gradient of a float32
     linear_weight is not rounded to 16 bits, unless grad_weight_dtype says so.
 
     Differences from torch.nn.functional.linear_cross_entropy: the loss of 16-bit tensors is float32; without rows, or
-    with all of them ignored, the mean is 0 with gradient 0, not NaN; input may have any number of axes; the classes of
-    probabilities are the last axis; no derivative with respect to probabilities.
+    if all of them are ignored, the mean is 0 with gradient 0, not NaN; input may have any number of axes; the classes
+    of probabilities are the last axis; probabilities have no derivative.
 
     Example:
         >>> import torch, eaves
@@ -255,10 +259,11 @@ def linear_cross_entropy(
     linear_cross_entropy, "linear_bias", "options", "row_weight", "normalizer", "grad_weight_out", "group", "classes"
 )
 class LinearCrossEntropyLoss(LossModule):
-    """eaves.linear_cross_entropy as a module: the options are given once, and `weight`, that of the classes, goes where
-    the module goes. The head is given with each call: it is often the embedding's, or another module's.
+    """eaves.linear_cross_entropy as a module: it takes the options once, and the class weights `weight` are a buffer
+    that moves with the module. Pass the head with each call, because it often belongs to another module, such as the
+    embedding.
 
-    (torch.nn.LinearCrossEntropyLoss of PyTorch 2.13 has a head of its own; that is this module and a torch.nn.Linear.)
+    (torch.nn.LinearCrossEntropyLoss of PyTorch 2.13 has a head of its own; use torch.nn.Linear and this module for it.)
 
     Args:
         weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, outputs, algorithm, workspace_bytes,

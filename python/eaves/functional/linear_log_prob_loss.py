@@ -36,38 +36,38 @@ def linear_log_prob_loss(
     """Any loss of the log-probabilities of tokens (GRPO, PPO, CISPO, DPO, GSPO, focal weights), with three matrix
     products in bounded memory: the sum of fn over chunks of rows.
 
-    A chunk is computed by eaves.linear_log_prob, and autograd takes fn's derivative with respect to its
-    log-probabilities and entropies, from which the chunk's gradients follow before the next chunk begins. So gradients
-    are computed in the forward, and the backward multiplies them by dL/d(loss). The result is fn of all rows where fn
-    is a sum over entries of the first axis, or over the sequences of `boundaries`.
+    For each chunk, eaves.linear_log_prob computes the log-probabilities and entropies, autograd takes fn's derivative
+    with respect to them, and the chunk's gradients follow before the next chunk begins. So the forward computes the
+    gradients, and the backward multiplies them by dL/d(loss). The result equals fn of all rows if fn is a sum over
+    entries of the first axis, or over the sequences of `boundaries`.
 
     Args:
         hidden: [N, ..., D], as in eaves.linear_log_prob, but not float16: gradients would underflow before a loss scale
-            multiplies them. Chunks are parts of the first axis: of [B, T, D] sequences are never cut, of
-            [B // 2, 2, T, D] neither are pairs. Where fn is a sum over tokens, hidden.flatten(0, 1) may be cut
-            anywhere.
+            multiplies them. Chunks are parts of the first axis: they never cut a sequence of [B, T, D], nor a pair of
+            [B // 2, 2, T, D]. If fn is a sum over tokens, hidden.flatten(0, 1) allows chunks to end anywhere.
         head, bias: as in eaves.linear_log_prob; no DTensor.
         tokens: int32 or int64, [N, ...].
-        fn: fn(log_prob, entropy, rows) gives the sum of the losses of hidden[rows], a tensor of shape []. To divide,
-            divide by a number of the whole batch: a mean() within fn is that of a chunk, and the result would depend on
-            the number of chunks. log_prob has the shape of tokens[rows], float32 (float64 for float64); entropy
-            likewise, or None without `entropy`; rows is a slice of the first axis, for the rows of advantages, masks
-            and old log-probabilities. Gradients reach log_prob and entropy alone: other tensors of fn get none.
+        fn: fn(log_prob, entropy, rows) returns the sum of the losses of hidden[rows], a tensor of shape []. For a mean,
+            divide by a number of the whole batch: a mean() within fn is the mean of one chunk, and the result would
+            depend on the number of chunks. log_prob has the shape of tokens[rows], float32 (float64 for float64);
+            entropy likewise, or None without `entropy`; rows is a slice of the first axis, for the rows of advantages,
+            masks and old log-probabilities. Gradients reach log_prob and entropy alone: other tensors of fn get none.
         entropy: whether fn gets entropies.
-        boundaries: optional, of packed sequences: cu_seqlens, [0, ..., N]. Chunks end there only. A tensor on a GPU is
-            waited for.
+        boundaries: None, or the cu_seqlens of packed sequences, [0, ..., N]: chunks end only there. The call waits for
+            a tensor on a GPU.
         temperature, softcap, scale, ignore_index: as in eaves.linear_log_prob. Ignored tokens have log_prob 0.
-        keep_bytes: a chunk has as many tokens as this many bytes keep a number of each logit for, at least 128; None:
-            600 MiB. The logits of a longer sequence beyond it are computed twice.
-        workspace_bytes, skip_ignored, grad_weight_dtype: as in eaves.linear_cross_entropy. Each chunk rounds the sums
-            of the head's gradient, but for grad_weight_dtype=torch.float32.
+        keep_bytes: the bytes that a chunk may keep, one number for each logit; they set the number of tokens of a
+            chunk, at least 128. None: 600 MiB. If one entry of the first axis has more tokens, the logits beyond
+            keep_bytes are computed twice.
+        workspace_bytes, skip_ignored, grad_weight_dtype: as in eaves.linear_cross_entropy. Each chunk rounds the sum of
+            the head's gradient, unless grad_weight_dtype is torch.float32.
 
     Returns:
         The sum of fn's losses, a scalar. It has one backward.
 
     Raises:
-        ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError: as eaves.linear_log_prob, and where fn
-            returns no scalar. RuntimeError: a second backward.
+        ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError: as in eaves.linear_log_prob. ValueError: fn
+            returns no scalar. NotImplementedError: a second derivative. RuntimeError: a second backward.
 
     Example:
         >>> import torch, eaves

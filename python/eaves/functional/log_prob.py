@@ -67,49 +67,52 @@ def log_prob(
     classes: int | None = None,
     **unknown: object,
 ) -> Tensor | LogProbOutput:
-    """The log-probability of one token in each row of logits, or of K, with its gradient.
+    """The log-probability of one token, or of K tokens, in each row of logits, with its gradient.
 
-    For a row z over V tokens of which t is a chosen one:
+    For a row z over V tokens and a chosen token t:
 
         z'       = softcap * tanh(scale * z / softcap) / temperature      (no softcap: scale * z / temperature)
         log_prob = z'_t - log sum_v exp(z'_v)
 
     It is -eaves.cross_entropy(logits, tokens, reduction="none"), computed in float32 whatever the dtype of logits, and
-    never above 0. With K tokens for each row, or a temperature for each, it is the same, one by one, from one pass over
-    the logits; a token that a row has twice counts twice in the gradient:
+    never above 0. With K tokens for each row, or a temperature for each row, each log-probability follows the same
+    formula, and one pass over the logits computes all of them. A token that a row has twice counts twice in the
+    gradient:
 
         dL/dz'_v = sum_k g_k [v == t_k] - p_v * sum_k g_k
 
     Args:
         logits: [..., V], any strides, on the CPU or a CUDA GPU; float16, bfloat16, float32 or float64.
-        tokens: int32 or int64: of each row one, the shape of logits without V, or K of each, [rows..., K].
-        temperature: None, or a positive number that the logits are divided by, behind the softcap. Or a tensor with one
-            for each row, in any floating-point dtype: the shape of logits without V, whose axes may be 1 or missing at
-            the end ([B] and [B, 1] for logits [B, T, V], [] for all rows); it gets no gradient, and a GPU is not waited
-            for. Its values are checked on the CPU alone, where they are there: on a GPU a row with temperature 0 is NaN
-            or infinite, and one below 0 divides like any other. Of ignored rows they may be anything.
-        softcap: None, or a positive number that the logits are bounded by, before the temperature.
-        scale: None, or a positive number that the logits are multiplied by, before the softcap.
-        ignore_index: rows with this token have gradient 0, and so are all outputs. With K tokens it takes out its
-            place alone, and the row where it is in all places.
+        tokens: int32 or int64: one token for each row, the shape of logits without V; or K tokens for each row,
+            [rows..., K].
+        temperature: None, or a positive number that divides the logits after the softcap. Or a tensor with one number
+            for each row, in any floating-point dtype: the shape of logits without V, with axes that may be 1 or missing
+            at the end ([B] and [B, 1] for logits [B, T, V], [] for all rows). It gets no gradient, and the call does
+            not wait for a GPU. Only a tensor on the CPU is checked: on a GPU a row with temperature 0 is NaN or
+            infinite, and a negative temperature divides like any other. Ignored rows may have any temperature.
+        softcap: None, or a positive number that bounds the logits, before the temperature.
+        scale: None, or a positive number that multiplies the logits before the softcap.
+        ignore_index: rows with this token have gradient 0, and all their outputs are 0. With K tokens it takes out its
+            own place alone; a row is ignored if all its places have this token.
         outputs: the names of more outputs, one or a sequence of them, in the dtype of the log-probabilities.
-            "entropy": of each row's softmax, in nats, [rows...]; differentiable.
-            "is_top1": whether each token is the one with its row's largest logit, the first of equal ones; the shape of
-            tokens, bool; False where it is ignored.
+            "entropy": the entropy of each row's softmax, in nats, [rows...]; differentiable.
+            "is_top1": whether each token has the largest logit of its row, the first of equal ones; the shape of
+            tokens, bool; False for an ignored token.
             "sum_sq": sum_v p_v^2 of each row's softmax, [rows...].
             "mean_logit": the mean of each row's z', [rows...].
-        inplace_backward: whether the gradient of logits may be written over logits, as in eaves.cross_entropy: then
-            the entropy has no gradient. With K tokens, or a temperature for each row, the backward writes it.
-        group, classes: as in eaves.cross_entropy: a vocabulary that is cut over ranks.
+        inplace_backward: whether the call may write the gradient of logits over logits, as in eaves.cross_entropy: the
+            entropy then has no gradient. With K tokens, or a temperature for each row, the backward writes it.
+        group, classes: as in eaves.cross_entropy, for a vocabulary that is cut over ranks.
 
     Returns:
-        The log-probabilities, in the shape of tokens: float32, or float64 for float64 logits. With outputs,
-        a named tuple: the log-probabilities as log_prob, then the outputs in the order of their names.
+        The log-probabilities, in the shape of tokens: float32, or float64 for float64 logits. With outputs, a named
+        tuple: first the field log_prob, then the outputs in the order of their names.
 
     Raises:
-        ValueError, TypeError, NotImplementedError, RuntimeError, torch.OutOfMemoryError: as eaves.cross_entropy. With K
-            tokens, or a temperature for each row, NotImplementedError too for torch.vmap, torch.func, torch.export and
-            a batch of upstream gradients; torch.compile leaves such a call as it is (a graph break).
+        ValueError, TypeError, NotImplementedError, RuntimeError, torch.OutOfMemoryError: as in eaves.cross_entropy.
+            With K tokens, or a temperature for each row, NotImplementedError also for torch.vmap, torch.func,
+            torch.export and a batch of upstream gradients; torch.compile leaves such a call out of the graph (a graph
+            break).
 
     Example:
         >>> import torch, eaves
@@ -173,36 +176,37 @@ def linear_log_prob(
     classes: int | None = None,
     **unknown: object,
 ) -> Tensor | LogProbOutput:
-    """The log-probability of one token in each row of a model's head, or of K, with its gradients, without ever holding
-    all the logits: eaves.log_prob(hidden @ head.T + bias, tokens).
+    """The log-probability of one token, or of K tokens, in each row of a model's head, with its gradients, without ever
+    holding all the logits: eaves.log_prob(hidden @ head.T + bias, tokens).
 
     It is -eaves.linear_cross_entropy(hidden, head, tokens, reduction="none"): logits are float32 sums of the product,
-    and no log-probability is above 0. Without gradients it is one matrix product, with them four, with algorithm="keep"
-    three, with a frozen head two: see `algorithm`. With K tokens for each row, or a temperature for each, it is
-    computed in chunks of rows, and nothing is kept but numbers of the rows: four products too, with a frozen head
-    three.
+    and no log-probability is above 0. A call without gradients takes one matrix product. A call with gradients takes
+    four, with algorithm="keep" three, with a frozen head two: see `algorithm`. A call with K tokens for each row, or a
+    temperature for each row, is computed in chunks of rows and keeps only numbers of the rows: also four products, with
+    a frozen head three.
 
     Args:
         hidden: [..., D], any strides, on the CPU or a CUDA GPU; float16, bfloat16, float32 or float64.
-        head: [V, D], in the dtype of hidden, or a torch.nn.Linear, whose bias is `bias` then.
-        tokens: int32 or int64: of each row one, the shape of hidden without D, or K of each, [rows..., K].
+        head: [V, D], in the dtype of hidden; or a torch.nn.Linear, whose bias is then `bias`.
+        tokens: int32 or int64: one token for each row, the shape of hidden without D; or K tokens for each row,
+            [rows..., K].
         bias: [V], in the dtype of hidden or float32.
         temperature, softcap, scale, ignore_index, outputs: as in eaves.log_prob.
-        algorithm: how gradients are computed, as in eaves.linear_cross_entropy. Where head and bias have none, "speed"
-            computes that of hidden in the forward: two products instead of three. "auto" does so but for calls with the
-            output "entropy", because a gradient of the entropy would need the logits again. With K tokens, or a
-            temperature for each row, there is "recompute" alone: "auto" and "memory" are that, and "speed" and "keep"
-            are refused.
-        workspace_bytes, keep_bytes, skip_ignored, grad_weight_dtype, grad_weight_out: as in
-            eaves.linear_cross_entropy. With K tokens, or a temperature for each row, chunks are cut for
-            workspace_bytes; None: 512 MiB on a GPU, 32 MiB on the CPU.
-        group, classes: as in eaves.linear_cross_entropy: a head that is cut over ranks.
+        algorithm: how gradients are computed, as in eaves.linear_cross_entropy. If head and bias require none, "speed"
+            computes the gradient of hidden in the forward: two products instead of three. "auto" does so too, except
+            for calls with the output "entropy", because a gradient of the entropy would need the logits again. With K
+            tokens, or a temperature for each row, "recompute" is the only algorithm: "auto" and "memory" select it, and
+            "speed" and "keep" are refused.
+        workspace_bytes, keep_bytes, skip_ignored, grad_weight_dtype, grad_weight_out: as in eaves.linear_cross_entropy.
+            With K tokens, or a temperature for each row, workspace_bytes sets the size of the chunks (None: 512 MiB on
+            a GPU, 32 MiB on the CPU), and keep_bytes is refused.
+        group, classes: as in eaves.linear_cross_entropy, for a head that is cut over ranks.
 
     Returns:
-        As eaves.log_prob.
+        As in eaves.log_prob.
 
     Raises:
-        ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError: as eaves.linear_cross_entropy, and as
+        ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError: as in eaves.linear_cross_entropy and in
             eaves.log_prob.
 
     Example:

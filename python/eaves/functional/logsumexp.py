@@ -17,19 +17,19 @@ def logsumexp(
 
         out = log(sum over dim of exp(x)),    dL/dx = dL/dout * exp(x - out)
 
-    One pass over x, sums in float32 (float64 for a float64 x), rounded once (M. Milakov, N. Gimelshein, "Online
-    normalizer calculation for softmax", arXiv:1805.02867). The gradient is computed from an lse that is not rounded to
-    the dtype of x: kept for it are x and two numbers for each row, lse and the rest that its rounding lost.
+    The forward reads x once, sums in float32 (float64 for a float64 x) and rounds once (M. Milakov, N. Gimelshein,
+    "Online normalizer calculation for softmax", arXiv:1805.02867). The gradient is computed from an lse that is not
+    rounded to the dtype of x: the forward keeps x and two numbers for each row, lse and the remainder of its rounding.
 
     Args:
         x: any shape of at most 16 axes, any strides, on the CPU or a CUDA GPU; float16, bfloat16, float32, float64, or
-            an integer type or bool, which are converted to float32 first.
-        dim: the axis or axes summed over, each in [-x.dim(), x.dim()), none twice; an empty tuple means all of them.
+            an integer type or bool, which the call converts to float32 first.
+        dim: the axis or axes to sum over, each in [-x.dim(), x.dim()), none twice; an empty tuple means all of them.
         keepdim: whether the summed axes stay, with size 1.
-        dtype: of the result: that of x, promoted (the default), or torch.float32.
+        dtype: the dtype of the result: the (promoted) dtype of x, which is the default, or torch.float32.
 
     Returns:
-        A new contiguous tensor, the shape of x without the axes `dim` (or with size 1 there).
+        A new contiguous tensor with the shape of x without the axes `dim`; with keepdim these axes have size 1.
 
     Raises:
         ValueError: `dim` names an axis that x does not have, or one twice; `dtype` is neither x's nor float32.
@@ -38,7 +38,7 @@ def logsumexp(
         torch.OutOfMemoryError: torch's allocator has no memory for the result.
 
     Differences from torch.logsumexp: a row that is all -inf has gradient 0, not NaN; integers give float32 whatever
-    torch.get_default_dtype() is; under autocast the dtype stays that of x, where torch gives float32 on a GPU.
+    torch.get_default_dtype() is; autocast does not change the dtype of x (torch then gives float32 on a GPU).
 
     Example:
         >>> import torch, eaves

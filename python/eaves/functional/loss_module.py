@@ -13,7 +13,7 @@ from eaves._arguments import refuse_unknown
 
 
 class LossModule(torch.nn.Module):
-    """A loss as a module. Its options are keywords of the function, each kept in an attribute of that name."""
+    """A loss as a module. Each option is a keyword of the function and an attribute of the same name."""
 
     weight: Tensor | None
     _defaults: ClassVar[Mapping[str, object]]
@@ -22,7 +22,7 @@ class LossModule(torch.nn.Module):
         return {name: getattr(self, name) for name in self._defaults}
 
     def extra_repr(self) -> str:
-        """The options that are not the default's."""
+        """The options that differ from the default."""
         return ", ".join(f"{n}={value!r}" for n, value in self._options().items() if value != self._defaults[n])
 
 
@@ -30,7 +30,8 @@ _Module = TypeVar("_Module", bound=LossModule)
 
 
 def module_of(function: Callable[..., object], *given_with_each_call: str) -> Callable[[type[_Module]], type[_Module]]:
-    """The decorator of a LossModule: its __init__ takes `weight`, and the keywords of `function` but for some."""
+    """A decorator for a LossModule: __init__ takes `weight` and the keywords of `function` but
+    `given_with_each_call`."""
     parameters = inspect.signature(function).parameters
     named = [each for each in parameters.values() if each.kind in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
     keywords = [each for each in named if each.name not in ("weight", *given_with_each_call)]

@@ -35,36 +35,39 @@ def lrpe_cosine(
         phi = theta[h, d mod E] * (offset + coordinate of n on axis d // E)
         out = [ a * cos(phi), a * sin(phi) ]                    the cosine half first: twice the features
 
-    so that the inner product of the encodings of a query at position m and a key at position n, with the same theta,
+    The inner product of the encodings of a query at position m and a key at position n, with the same theta, then
     depends on m - n alone: with the activations q and k of the two, sum_d q_d k_d cos(theta_d (m - n)). The first
-    `extra_tokens` positions, and features at or beyond E times the number of axes, have phi = 0. One pass over x (two
-    for a softmax over the sequence), computed in float32 (float64 for a float64 x) and rounded once; for the backward
-    are kept: theta, x where an activation or a gradient of theta needs it, two numbers for each column of a softmax
-    over the sequence, and nothing of the size of phi. Source: Z. Qin et al., "Linearized Relative Positional
+    `extra_tokens` positions have phi = 0, and so do features at or beyond E times the number of axes. The forward reads
+    x once (twice for a softmax over the sequence), computes in float32 (float64 for a float64 x) and rounds once. It
+    keeps for the backward: theta; x, if an activation or a gradient of theta needs it; two numbers for each column of a
+    softmax over the sequence; and nothing of the size of phi. Source: Z. Qin et al., "Linearized Relative Positional
     Encoding", arXiv:2307.09270.
 
     Args:
         x: [B, N, H, D] (batch, positions, heads, features), or as `layout` says; any strides, on the CPU or a CUDA GPU;
             float16, bfloat16, float32 or float64.
-        theta: [H, E], or [1, E] for all heads (of queries and of fewer keys alike), any E; in the dtype of x or
-            float32. A grid of m axes shares D features evenly where E is D / m: with fewer the last features have no
-            position, with more the last axes have no features. With one axis and E = 1 it is the angle of all
-            features. It is taken as it is: in bfloat16 an angle at position 1000 may be off by two radians.
-        grid: the sizes (n_1, ..., n_m) of a grid that the positions behind the extra tokens fill, row by row, the last
+        theta: the angles, [H, E], or [1, E] for all heads (of queries and of fewer keys alike), any E; in the dtype of
+            x or float32. A grid of m axes shares D features evenly if E is D / m: with a smaller E the last features
+            have no position, with a larger E the last axes have no features. With one axis and E = 1, theta is the
+            angle of all features. The call uses theta as it is: in bfloat16 an angle at position 1000 may be off by two
+            radians.
+        grid: the sizes (n_1, ..., n_m) of a grid. The positions after the extra tokens fill it row by row, the last
             axis fastest. None: one axis, an ordinary sequence.
-        extra_tokens: how many positions at the front are not of the grid. A softmax over the sequence has them too.
-        offset: added to each coordinate, on every axis: how many tokens of the sequence, without its extra tokens,
-            have been encoded before. An int, or a tensor on the device of x, int32 or int64, with one element or one
-            for each batch entry, [B].
-        positions: instead of counting, the position of each token: [N] or [B, N], int32 or int64; those of the extra
-            tokens are not read. Without a grid of several axes and without offset.
-        cu_seqlens: of S packed sequences, where each starts on the axis of positions, and N: [S + 1], int32 or int64.
-            Positions count from each start, in every batch entry from the same ones: for entries that are packed each
-            in its own way give positions of [B, N]. Without a grid of several axes, extra tokens, offset and positions.
+        extra_tokens: the number of positions at the front that are outside the grid. A softmax over the sequence
+            includes them.
+        offset: a number that is added to each coordinate, on every axis: how many tokens of the sequence, without its
+            extra tokens, were encoded before. An int, or an int32 or int64 tensor on the device of x, with one element
+            or one for each batch entry, [B].
+        positions: the position of each token, in place of counting: [N] or [B, N], int32 or int64. The positions of
+            extra tokens are not read. Only without a grid of several axes and without offset.
+        cu_seqlens: for S packed sequences, the start of each on the axis of positions, and N: [S + 1], int32 or int64.
+            Positions count from each start, and the starts are the same in every batch entry; for entries that are
+            packed differently pass positions of [B, N]. Only without a grid of several axes, extra tokens, offset and
+            positions.
         activation: "none", "relu", "sigmoid", "silu" or "softmax".
-        activation_dim: of a softmax: -1 (or None) over the features, -2 over the sequence, whatever the layout; that
-            one looks at later tokens too, and cannot be decoded token by token. Other activations take no notice of
-            it.
+        activation_dim: the axis of a softmax, whatever the layout: -1 (or None) is the features, -2 the sequence. A
+            softmax over the sequence reads later tokens too, so it cannot be decoded token by token. Other activations
+            ignore this argument.
         layout: "bnhd", or "bhnd" for an x of [B, H, N, D].
 
     Returns:
@@ -72,14 +75,14 @@ def lrpe_cosine(
 
     Raises:
         ValueError: a shape, dtype, device or number is not as above; on the CPU a cu_seqlens that decreases, or does
-            not run from 0 to N. (On a GPU its positions have no meaning.)
+            not run from 0 to N. (On a GPU such a cu_seqlens gives meaningless positions.)
         TypeError: an argument is of the wrong Python type.
         NotImplementedError: a dtype, layout or device that eaves does not have, a DTensor, a forward-mode derivative;
             cu_seqlens with a softmax over the sequence.
         torch.OutOfMemoryError: torch's allocator has no memory for a result.
 
-    Under torch.compile an offset that changes is one more compilation at its second value, and none at any later one.
-    Under autocast the dtype stays that of x.
+    Under torch.compile a changing offset costs one more compilation, at its second value. Autocast does not change the
+    dtype of x.
 
     Example:
         >>> import torch, eaves
@@ -99,24 +102,25 @@ def lrpe_cosine(
 class LRPECosine(torch.nn.Module):
     """eaves.lrpe_cosine as a module, with its angles: theta is a buffer, or with `learnable` a parameter.
 
-    At first they fall geometrically from 1 to nearly base^-2, over the features of the first head, then of the second:
+    The initial angles fall geometrically from 1 to nearly base^-2, over the features of the first head, then of the
+    second:
 
-        theta[h, e] = base ** (-2 * (h * E + e) / (H * E))          of H heads with E features for each axis
+        theta[h, e] = base ** (-2 * (h * E + e) / (H * E))          for H heads with E features for each axis
 
-    as in Z. Qin et al., "TransNormerLLM", arXiv:2307.14995. theta is float32, and still is after a cast to 16 bits, in
-    which far positions have no angle; a cast to float64 takes it along, and so does one back to float32. Queries and
-    keys need the same angles: where keys have fewer heads, a module with num_heads=1 serves both.
+    as in Z. Qin et al., "TransNormerLLM", arXiv:2307.14995. theta is float32, and stays float32 if the module is cast
+    to 16 bits, because far positions have no angle in 16 bits; a cast to float64, or from there back to float32, casts
+    theta too. Queries and keys need the same angles: if keys have fewer heads, one module with num_heads=1 serves both.
 
     Args:
         num_heads: H.
         head_dim: D, the features of each head.
-        axes: of the grid, between which the features are shared. With more than one, forward() needs a grid.
-        theta_features: E. None: head_dim // axes; features that are left over have no position.
+        axes: the number of axes of the grid, which share the features. With more than one, forward() needs a grid.
+        theta_features: E. None: head_dim // axes; left-over features have no position.
         base: a positive number.
         learnable: whether theta is a parameter.
         activation, activation_dim, layout: as in eaves.lrpe_cosine.
-        device: of theta.
-        dtype: of theta, float32 or float64. None: float32.
+        device: the device of theta.
+        dtype: the dtype of theta, float32 or float64. None: float32.
 
     Example:
         >>> import torch, eaves
@@ -169,7 +173,7 @@ class LRPECosine(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets theta to what it is at first."""
+        """Sets theta to the initial angles."""
         heads, features = self.theta.shape
         exponents = torch.arange(heads * features, dtype=torch.float64, device="cpu").view(heads, features)
         with torch.no_grad():
@@ -199,7 +203,7 @@ class LRPECosine(torch.nn.Module):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """The sizes, and the options that are not the default's."""
+        """The sizes, and the options that differ from the default."""
         defaults = {
             "axes": 1,
             "theta_features": self.head_dim // self.axes,

@@ -1,8 +1,8 @@
 """Adapters of PEFT around a head: LoRA, modules_to_save and trainable tokens.
 
 The adapter's own forward runs, so its scaling, dropout, active copies and casts are PEFT's. It multiplies with
-torch.nn.functional.linear, and where that would give logits it gets `Products`, which note factors and sums. LoRA's
-W x + s B (A x) is one product of longer features, [W, B] [x, s A x].
+torch.nn.functional.linear. If the product would be logits, it gets `Products` instead, which record factors and sums.
+LoRA's W x + s B (A x) is one product of longer features, [W, B] [x, s A x].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from eaves._torch.checks import is_distributed
 
-# Modules around a torch.nn.Linear, and where they have it.
+# Modules around a torch.nn.Linear, and the attribute that holds it.
 _ADAPTERS = {
     "peft.tuners.lora.layer.Linear": "base_layer",
     "peft.tuners.trainable_tokens.layer.TrainableTokensLayer": "base_layer",
@@ -28,14 +28,14 @@ _ADAPTERS = {
 
 
 def inner_linear(head: Any) -> Any:
-    """The module that an adapter stands around; of any other head, itself."""
+    """The module inside an adapter; any other head itself."""
     original = getattr(type(head), "_eaves_class", type(head))
     place = _ADAPTERS.get(f"{original.__module__}.{original.__qualname__}")
     return head if place is None else getattr(head, place)
 
 
 def check_adapter(name: str, head: Any, is_in_pieces: bool) -> None:
-    """Raises NotImplementedError for an adapter that is no sum of products, and for a head over ranks."""
+    """Raises NotImplementedError for an adapter other than a sum of products, and for an adapted head over ranks."""
     of_head = vars(head)
     variants = [
         *of_head.get("lora_variant", ()),
@@ -63,7 +63,7 @@ class _Term(NamedTuple):
 
 
 class Products:
-    """A sum of products that is not computed. What the adapters do beyond factors and sums gets a tensor."""
+    """A sum of products that is not computed. Operations other than factors and sums get a tensor."""
 
     def __init__(self, terms: tuple[_Term, ...], dtype: torch.dtype) -> None:
         self._terms, self.dtype = terms, dtype
@@ -71,7 +71,7 @@ class Products:
     def tensor(self) -> Tensor:
         logits: Any = 0
         for factor, hidden, weight, bias in self._terms:
-            # By this name it is not noted again.
+            # _Noting does not intercept this name.
             logits = logits + torch.ops.aten.linear.default(hidden, weight, bias) * factor
         return logits.to(self.dtype)  # type: ignore[no-any-return]
 
@@ -91,7 +91,7 @@ class Products:
         return Products(self._terms, dtype)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # questions of Python and its tools
+        if name.startswith("_"):  # asked by Python and its tools
             raise AttributeError(name)
         return getattr(self.tensor(), name)
 
@@ -102,8 +102,8 @@ class Products:
         )
         return function(*arguments, **options)
 
-    # Of the one product that the sum is, in the dtypes of the first. A GPU's kernels read 16 bytes at a time: features
-    # are padded with zeros.
+    # The sum as one product, in the dtypes of the first. A GPU's kernels read 16 bytes at a time, so features are
+    # padded with zeros.
 
     def joined_hidden(self) -> Tensor:
         first = self._terms[0].hidden
@@ -137,7 +137,7 @@ class JoinedHead(NamedTuple):
 
 
 class _Noting(TorchFunctionMode):
-    """In the block, torch.nn.functional.linear with a weight of so many rows gives Products."""
+    """In the block, torch.nn.functional.linear returns Products if the weight has this number of rows."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -159,6 +159,6 @@ def _term_of(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Term
 
 
 def products_of(head: Any, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    """What the forward of an adapter around a head returns: Products, but for arithmetic that these do not know."""
+    """The result of an adapter's forward: Products, or a tensor after an operation that Products do not record."""
     with _Noting(inner_linear(head).weight.shape[0]):
         return forward(hidden)

@@ -1,12 +1,12 @@
-"""Logits of a head that are not computed, until their numbers are needed: what a model patched by eaves.hf sees
-where its head gave a tensor.
+"""Logits of a head that are computed only if their numbers are needed. A model patched by eaves.hf gets them from its
+head in place of a tensor.
 
-The model's own forward says what becomes of the logits, in each call, and `DeferredLogits` writes it down. So no scale
-and no soft cap is read from a configuration, where the same name multiplies in one architecture and divides in another
-(logits_scaling of HyperCLOVA X and of Granite), and nothing that an architecture does to its logits can get lost.
+In each call the model's own forward applies its operations to the logits, and `DeferredLogits` records them. So no
+scale and no soft cap is read from a configuration, in which the same name multiplies in one architecture and divides in
+another (logits_scaling of HyperCLOVA X and of Granite), and no operation of an architecture can get lost.
 
-A forward that calls torch.nn.functional.cross_entropy itself (BERT, T5, BART) hands it these logits, and gets the loss
-of `cross_entropy`.
+A forward that calls torch.nn.functional.cross_entropy itself (BERT, T5, BART) passes these logits to it, and gets the
+loss of `cross_entropy`.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ from torch import Tensor
 
 
 class DeferredLogits:
-    """The logits of a head, as long as they are nothing but softcap * tanh(scale * z / softcap) of the product z
-    (without a soft cap: scale * z), or z plus a number for each class, in rows of any shape.
+    """The logits of a head, while they are softcap * tanh(scale * z / softcap) of the product z (without a soft cap:
+    scale * z), or z plus a number for each class, in rows of any shape.
 
-    No tensor, so that what does not know of it cannot take it for one. Whatever needs the numbers gets those of
-    `tensor()`, computed as the model wrote it, and from then on the loss is computed from that tensor too: it may have
-    been written to.
+    They are not a torch.Tensor, so code that does not know them cannot mistake them for one. Code that needs the
+    numbers gets `tensor()`, computed as the model wrote it. From then on the loss is computed from that tensor too,
+    because it may have been written to.
     """
 
-    # Numbers of numpy leave an operator to these logits. They would take what has a length for an array of objects.
+    # NumPy numbers leave an operator to these logits; otherwise they would turn any object with a length into an array.
     __array_ufunc__ = None
 
     def __init__(
         self,
-        head: Any,  # a torch.nn.Linear, or one that is patched
+        head: Any,  # a torch.nn.Linear, or a patched one
         hidden: Tensor,
         scale: float = 1.0,
         softcap: float | None = None,
         source: DeferredLogits | None = None,
         function: Callable[[Tensor], Tensor] | None = None,
-        dtype: torch.dtype | None = None,  # None: that of the product
+        dtype: torch.dtype | None = None,  # None: the dtype of the product
     ) -> None:
         self.head, self.hidden, self.scale, self.softcap = head, hidden, scale, softcap
         self._dtype = dtype
-        # No references in circles: hidden states would wait for the garbage collector.
-        self._source, self._function = source, function  # the logits that these were made of, and how
+        # No cycles of references, because hidden states in one would wait for the garbage collector.
+        self._source, self._function = source, function  # the logits before the last operation, and that operation
         self._root: DeferredLogits | None = (
             source if source is None or source._root is None else source._root
-        )  # None: these
+        )  # None: these are the root
         self._tensor: Tensor | None = None
         self._version = 0
         self._kept: Tensor | None = None
         self._is_flat: bool = source is not None and source._is_flat
         self._class_bias: Tensor | None = None if source is None else source._class_bias
-        # A loss of these logits, with the arguments of torch.nn.functional.cross_entropy; None: it has no such loss.
+        # Computes a loss of these logits, with the arguments of torch.nn.functional.cross_entropy; None: no such loss.
         self.cross_entropy: Callable[..., Tensor | None] | None = None if source is None else source.cross_entropy
 
     def keep(self) -> None:
-        """Computes the numbers for the output of the model, which the loss is then computed from."""
+        """Computes the numbers for the output of the model; the loss is then computed from them."""
         self._kept = self._product(self.hidden)
 
     @property
@@ -72,7 +72,7 @@ class DeferredLogits:
 
     @property
     def bias(self) -> Tensor | None:
-        """The head's, and what the model adds to it."""
+        """The bias of the head, plus the number for each class that the model adds."""
         bias: Tensor | None = self.head.bias
         if self._class_bias is None:
             return bias
@@ -80,7 +80,7 @@ class DeferredLogits:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether the numbers of these logits, and of those that they were made of, have not been needed yet."""
+        """True if neither these logits nor the logits that they were made of have needed their numbers yet."""
         root = self if self._root is None else self._root
         return root._tensor is None
 
@@ -139,7 +139,7 @@ class DeferredLogits:
         return function(self.tensor(reason))
 
     def view(self, *shape: Any) -> Any:
-        """As rows, for a loss; anything else is computed."""
+        """The logits as rows, for a loss. Any other shape is computed."""
         rows = self.shape[:-1].numel()
         if shape in ((-1, self.shape[-1]), (rows, self.shape[-1])):
             made = self._made("view", self.scale, self.softcap, lambda x: x.reshape(shape))
@@ -196,7 +196,7 @@ class DeferredLogits:
         return self._made("contiguous", self.scale, self.softcap, lambda x: x.contiguous())
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # questions of Python and its tools, copy for instance
+        if name.startswith("_"):  # asked by Python and its tools, copy for instance
             raise AttributeError(name)
         return getattr(self.tensor(name), name)
 
@@ -211,7 +211,7 @@ class DeferredLogits:
                 return found
         name = getattr(function, "__name__", str(function))
         if name in ("add", "__add__") and isinstance(arguments[0], DeferredLogits) and not options:
-            return arguments[0].__add__(*arguments[1:])  # of torch.compile, which does not look in the class
+            return arguments[0].__add__(*arguments[1:])  # from torch.compile, which does not look in the class
         arguments, options = torch.utils._pytree.tree_map(
             lambda each: each.tensor(name) if isinstance(each, DeferredLogits) else each, (arguments, options or {})
         )
@@ -225,12 +225,12 @@ def _by_tensor(name: str) -> Callable[..., Any]:
 def _in_place(name: str) -> Callable[[DeferredLogits, Any], DeferredLogits]:
     def write(logits: DeferredLogits, other: Any) -> DeferredLogits:
         getattr(logits.tensor(name), name)(other)
-        return logits  # these are what was written to, under whichever names they are known
+        return logits  # the same object, so all references to the logits see the write
 
     return write
 
 
-# Python looks operators up in the class, past __getattr__. Those that object has would give an answer, and a wrong one.
+# Python looks operators up in the class and skips __getattr__. The operators that object has would give a wrong result.
 for _name in (
     "abs and bool complex contains eq floordiv float ge getitem gt index int invert iter le len lshift lt matmul "
     "mod ne neg or pos pow radd rand reversed rfloordiv rlshift rmatmul rmod ror rpow rrshift rshift rsub rtruediv "
@@ -238,7 +238,7 @@ for _name in (
 ).split():
     setattr(DeferredLogits, f"__{_name}__", _by_tensor(f"__{_name}__"))
 
-# Without these, Python would take the operators above and give their result another name: other references to the
-# logits would not see it. `a @= b` is `a = a @ b` of tensors too.
+# Without these, Python would use the operators above and bind the result to the name: other references to the logits
+# would not see it. For tensors `a @= b` is `a = a @ b` too.
 for _name in "iadd iand ifloordiv ilshift imod imul ior ipow irshift isub itruediv ixor".split():
     setattr(DeferredLogits, f"__{_name}__", _in_place(f"__{_name}__"))

@@ -1,7 +1,7 @@
 """The loss of TRL's GKDTrainer from hidden states, without the logits of student and teacher.
 
-Both models run as they are. Their heads return DeferredLogits, which note the scale and the soft cap that each model's
-forward applies.
+Both models run unchanged, except that their heads return DeferredLogits, which record the scale and the soft cap that
+each model's forward applies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from eaves.hf.outputs import finished
 
 
 def gkd_loss(theirs: Callable[..., Any], workspace_bytes: int | None) -> Callable[..., Any]:
-    """GKDTrainer.compute_loss of TRL; `theirs`, its own, with Liger's loss or if eaves cannot read a head."""
+    """GKDTrainer.compute_loss of TRL. `theirs` is TRL's own; it serves Liger's loss, and heads that eaves cannot
+    read."""
 
     def compute_loss(
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -47,7 +48,7 @@ def gkd_loss(theirs: Callable[..., Any], workspace_bytes: int | None) -> Callabl
                 teacher_scale=teacher.scale, teacher_softcap=teacher.softcap, targets=labels, skip_ignored=True,
                 divergence="jsd", beta=self.beta, normalizer=num_items_in_batch, workspace_bytes=workspace_bytes,
             )  # fmt: skip
-        else:  # a model that uses its logits for more
+        else:  # a model uses its logits for more than the loss
             logits = [
                 each.tensor("the loss") if isinstance(each, DeferredLogits) else each for each in (student, teacher)
             ]
@@ -60,7 +61,7 @@ def gkd_loss(theirs: Callable[..., Any], workspace_bytes: int | None) -> Callabl
 
 
 def head_of(model: Any, accelerator: Any) -> Any:
-    """The head, if eaves.hf.patch takes it. None: it does not, or a wrapper of the model has to see every use of the
+    """The head, if eaves.hf.patch accepts it. None: it does not, or a wrapper of the model has to see every use of the
     parameters."""
     unwrapped = accelerator.unwrap_model(model)
     if unwrapped is not model:
@@ -81,7 +82,7 @@ def head_of(model: Any, accelerator: Any) -> Any:
 
 @contextlib.contextmanager
 def deferred(head: Any) -> Iterator[None]:
-    """In the block the head returns DeferredLogits."""
+    """Makes the head return DeferredLogits in the block."""
     forward = head.forward
     if inner_linear(head) is head:
         own = SimpleNamespace(weight=head.weight, bias=head.bias, product=forward)

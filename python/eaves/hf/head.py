@@ -1,4 +1,4 @@
-"""The head of a patched model, which gives DeferredLogits in calls that skip its logits."""
+"""The head of a patched model, which returns DeferredLogits in calls that skip its logits."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from eaves.functional.linear_cross_entropy import linear_cross_entropy
 from eaves.hf.adapters import Products, check_adapter, inner_linear, products_of
 from eaves.hf.deferred_logits import DeferredLogits
 
-_LINEAR: Any = torch.nn.Linear  # what a head is; of any type, because the class of one is exchanged
+_LINEAR: Any = torch.nn.Linear  # the class of a head; typed Any, because patch exchanges a head's class
 
 
-# Of heads that are patched, the patched models that have them. Not kept in the head: a copy of one of the models has a
-# head for itself.
+# The patched models of each patched head. The head does not store them, because a copy of a model has a head of its
+# own.
 users: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[torch.nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def calls_own_forward(module: Any) -> bool:
-    """Does a hook of accelerate, which replaces the forward on the instance, call that of the class?"""
+    """True if a hook of accelerate replaces the forward on the instance, and calls the forward of the class."""
     return getattr(vars(module).get("_old_forward"), "__func__", None) is type(module).forward
 
 
@@ -86,7 +86,7 @@ OFFLOADED = (
 
 
 def release_head(model: Any, successor: Any = None) -> None:
-    """Makes the head that the model had at patch what it was, unless another patched model has it."""
+    """Restores the head that the model had at patch, unless another patched model has it."""
     (head,) = model._eaves_head
     if head is successor:
         return
@@ -96,8 +96,8 @@ def release_head(model: Any, successor: Any = None) -> None:
 
 
 def release_copies(module: Any) -> None:
-    """Makes a module, and what an adapter holds, what they were, but for heads of patched models. Adapters may hold
-    copies of a patched head."""
+    """Restores a module and the modules in an adapter, except for heads of patched models. Adapters may hold copies of
+    a patched head."""
     for head in module.modules():
         if users.get(head) or type(head) is not _head_class(getattr(type(head), "_eaves_class", _LINEAR)):
             continue
@@ -110,15 +110,15 @@ def release_copies(module: Any) -> None:
 
 
 class _Call(threading.local):
-    """The innermost call of a patched model in this thread: the head that gives DeferredLogits (None: no head), whether
-    these keep their numbers for the output, the loss of a model that computes its own, the metrics that the loss is to
-    fill in, and whether eaves has computed the loss.
+    """The innermost call of a patched model in this thread: the head that returns DeferredLogits (None: no head),
+    whether these keep their numbers for the output, the loss of a model that computes its own, the metrics for the loss
+    to fill in, and whether eaves has computed the loss.
 
-    Thread-local, because models are evaluated in one thread while another trains them; no contextvar, because
-    torch.compile traces none.
+    Thread-local, because models are evaluated in one thread while another trains them. It is no contextvar, because
+    torch.compile does not trace contextvars.
     """
 
-    def __init__(self) -> None:  # in each thread; a default of the class is one more guard of torch.compile, and fails
+    def __init__(self) -> None:  # runs in each thread; for a class default torch.compile adds a guard, which fails
         self.head: torch.nn.Module | None = None
         self.is_kept = False
         self.cross_entropy: Callable[..., Tensor | None] | None = None
@@ -133,14 +133,14 @@ _HOOK = "a hook of the head"
 
 
 def _apply_call(logits: DeferredLogits) -> None:
-    """Notes the loss of the innermost call, and computes the logits that its output has."""
+    """Gives the logits the loss of the innermost call, and computes them if its output has logits."""
     logits.cross_entropy = current_call.cross_entropy
     if current_call.is_kept:
         logits.keep()
 
 
 class DefersLogits(torch.nn.Module):
-    """What a patched head has beside its class: it multiplies, but in calls that skip its logits."""
+    """The mixin of a patched head: it multiplies, except in calls that skip its logits."""
 
     weight: Tensor
     bias: Tensor | None
@@ -169,7 +169,7 @@ class DefersLogits(torch.nn.Module):
 
 
 def _keep_whole(head: Any) -> None:
-    """Until the backward, or the end of a call without one: fully_shard would gather its weight again for the loss."""
+    """Keeps the head whole until the backward, or the end of a call without one: fully_shard would gather it twice."""
     parameters = head._get_fsdp_state()._fsdp_param_group
     if parameters is not None and getattr(parameters, "_reshard_after_forward", True):
         head.set_reshard_after_forward(False, recurse=False)
@@ -181,7 +181,7 @@ class _Head(DefersLogits, torch.nn.Linear):  # type: ignore[misc]  # both have a
 
 
 class _AdaptedHead(DefersLogits):
-    """An adapter of PEFT around a head. Its own forward says which products are added, and which copy is active."""
+    """An adapter of PEFT around a head. Its own forward decides which products are added, and which copy is active."""
 
     _eaves_class: Any
 
@@ -189,7 +189,7 @@ class _AdaptedHead(DefersLogits):
         forward = functools.partial(self._eaves_class.forward, self)
         if current_call.head is not self:
             return forward(*arguments, **options)
-        check_adapter("model", self, False)  # adapters come and go
+        check_adapter("model", self, False)  # adapters may have been added or removed
         if _is_fully_sharded(self):
             _keep_whole(self)
         logits = logits_of_adapter(self, forward, *arguments, **options)
@@ -199,7 +199,8 @@ class _AdaptedHead(DefersLogits):
 
 
 def logits_of_adapter(head: Any, forward: Callable[..., Any], hidden: Tensor, **options: Any) -> Any:
-    """What an adapter around a head, whose own forward is given, makes of the hidden states: DeferredLogits."""
+    """The logits of an adapter around a head: DeferredLogits, or a tensor if a hook, an option or the adapter needs
+    one."""
     reason = _HOOK if has_hooks_of_results(head) else next(iter(options), None)
     if reason is None:
         products = products_of(head, forward, hidden)
@@ -216,7 +217,7 @@ def _head_class(original: Any) -> Any:
         return _Head
 
     def reduce(self: Any, protocol: Any) -> Any:
-        # Pickle looks classes up by name, and would find the original.
+        # Pickle looks classes up by name, which finds the original.
         return _unpickled, (original,), original.__reduce_ex__(self, protocol)[2]
 
     base = DefersLogits if issubclass(original, _LINEAR) else _AdaptedHead
@@ -230,14 +231,14 @@ def _unpickled(original: type) -> Any:
 
 def defer_logits(head: Any) -> None:
     if "forward" in vars(head) and not has_hook_of_accelerate(head):
-        # Of tensor parallelism; the class's has to be found first.
+        # The forward of tensor parallelism. It moves, so that lookup finds the class's forward first.
         vars(head)["_eaves_forward"] = vars(head).pop("forward")
     original: Any = type(head)
     change_class(head, _head_class(original))
 
 
 def _is_tensor_parallel(head: Any) -> bool:
-    """Has transformers cut the head over ranks, and given it a forward that gathers the logits?"""
+    """True if transformers has cut the head over ranks and given it a forward that gathers the logits."""
     of_transformers = vars(head)["forward"].__module__ == "transformers.distributed.tensor_parallel"
     return of_transformers and is_distributed(head.weight)
 
@@ -253,9 +254,9 @@ def _fully_sharded_classes() -> tuple[type, ...]:
 
 
 def has_hooks_of_results(head: torch.nn.Module) -> bool:
-    """Whether a hook gets to see what the forward of the head, or of a module in it, returns, or its gradient. Such a
-    hook may leave alone whatever is not a tensor. (Hooks before the forward have come and gone. Those of fully_shard
-    leave it alone, but free the weights of a module in the head.)"""
+    """True if a hook sees the result of a forward of the head or of a module in it, or its gradient. Such a hook may
+    ignore anything but tensors. (Hooks before the forward have run already. fully_shard's hooks ignore the result, but
+    free the weights of a module in the head.)"""
     every, modules = torch.nn.modules.module, list(head.modules())
     return bool(
         any(_has_hooks_of_results(each) for each in modules)

@@ -1,4 +1,4 @@
-"""The loss of a patched model, in place of the losses of transformers' language models, and its metrics."""
+"""The loss of a patched model and its metrics. It replaces the losses of transformers' language models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **_: object,
 ) -> Tensor:
-    """ForCausalLMLoss of transformers, which ignores other keywords too."""
+    """ForCausalLMLoss of transformers. Like it, ignores other keywords."""
     if shift_labels is None:
         assert labels is not None
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -98,10 +98,10 @@ def _loss(
                 raise NotImplementedError(f"eaves.hf: {OFFLOADED}")
             if of_head.get("grad_weight_dtype") is None and weight.dtype in (torch.bfloat16, torch.float16):
                 of_head["grad_weight_dtype"] = torch.float32
-            if is_parallel:  # gathered, hidden states are [ranks, batch, positions of a rank]
+            if is_parallel:  # gathered hidden states are [ranks, batch, positions of a rank]
                 ranks = _ranks_of(weight) if not is_in_pieces else found_groups[name]
                 batch, positions = logits.hidden.shape[:2]
-                if target.numel() == batch * ranks * positions:  # or it is refused, on all ranks
+                if target.numel() == batch * ranks * positions:  # otherwise the call refuses it, on all ranks
                     target = target.view(batch, ranks, positions).movedim(1, 0).reshape(-1)
             call = LinearCrossEntropyCall(
                 logits.hidden.flatten(0, -2), weight, target, bias, scale=logits.scale, softcap=logits.softcap,
@@ -115,12 +115,12 @@ def _loss(
     return _measured(out, metrics, target, ignore_index)
 
 
-found_groups: dict[str, int] = {}  # the ranks of each
+found_groups: dict[str, int] = {}  # the number of ranks of each group, by its name
 
 
 def _loss_of_pieces(call: LinearCrossEntropyCall, name: str | None, vocab_size: int, sequence_parallel: bool) -> Any:
     """The loss of a head in pieces, over the group of this name or the mesh of a DTensor. torch.compile does not trace
-    named_group(); what it needs is known from a call before, or from patch()."""
+    named_group(), so a compiled call uses the number of ranks that an earlier call or patch() stored."""
     if name is None:
         if not is_distributed(call.head):
             raise ValueError(
@@ -136,12 +136,12 @@ def _loss_of_pieces(call: LinearCrossEntropyCall, name: str | None, vocab_size: 
 
 
 def _ranks_of(weight: Any) -> int:
-    """That have a DTensor's classes in pieces."""
+    """The number of ranks that share a DTensor's classes."""
     return local_shard("eaves.hf", "the head", weight, 0).group.size() if is_distributed(weight) else 1
 
 
 def _measured(out: Any, metrics: dict[str, Tensor | None], target: Tensor, ignore_index: int) -> Tensor:
-    """The loss; metrics are filled in."""
+    """The loss. Fills in the metrics."""
     if isinstance(out, Tensor):
         return out
     counts = counts_of(target, ignore_index)
@@ -149,7 +149,7 @@ def _measured(out: Any, metrics: dict[str, Tensor | None], target: Tensor, ignor
     if "accuracy" in metrics:
         metrics["accuracy"] = ((out.argmax == target) & counts).sum().to(torch.float32) / number
     if "entropy" in metrics:
-        # Of logits, ignored rows have an entropy too.
+        # The entropy of logits has a number for ignored rows too.
         metrics["entropy"] = (out.entropy.detach().where(counts, 0).sum() / number).to(torch.float32)
     loss: Tensor = out.loss
     return loss

@@ -1,4 +1,4 @@
-"""patch, unpatch and patched: the class of a model and of its head."""
+"""patch, unpatch and patched: they exchange the class of a model and of its head."""
 
 from __future__ import annotations
 
@@ -54,64 +54,64 @@ def patch(
 ) -> _Model:
     """Lets a language model of transformers compute its loss with eaves, in place.
 
-    Its forward has one more keyword, `skip_logits`. True: with labels, the loss is eaves.linear_cross_entropy of hidden
-    states and head, and `logits` of the output is None. False: logits are returned, and with labels the loss is
-    eaves.cross_entropy of them. None, the default: as `skip_logits` of patch says. Without labels nothing changes, so
-    generation does not either.
+    The forward gets one more keyword, `skip_logits`. True: with labels, the loss is eaves.linear_cross_entropy of
+    hidden states and head, and `logits` of the output is None. False: the output has logits, and with labels the loss
+    is eaves.cross_entropy of them. None, the default: the `skip_logits` of patch decides. Calls without labels, and so
+    generation, do not change.
 
-    The loss is that of transformers. For ForCausalLMLoss labels are shifted, or `shift_labels` taken; for
-    ForMaskedLMLoss, and in a forward that calls torch.nn.functional.cross_entropy itself (BERT, T5, BART), they are
-    not. Labels that are -100 do not count; `num_items_in_batch`, a number or a tensor that nothing waits for, divides
-    the sum. Three things differ: the loss is computed from the product's float32 sums, in float32 (of a float64 model,
-    all in float64); it is 0, not NaN, if no label counts; and `num_items_in_batch` counts in BERT, T5 and BART too
-    (not in BartForCausalLM and its like, because Trainer counts the labels of a shifted loss for them).
+    The loss equals transformers' loss. ForCausalLMLoss shifts the labels, or takes `shift_labels`. ForMaskedLMLoss, and
+    a forward that calls torch.nn.functional.cross_entropy itself (BERT, T5, BART), do not shift them. Labels of -100 do
+    not count. `num_items_in_batch` divides the sum; it is a number, or a tensor that nothing waits for. Three things
+    differ. The loss is computed from the product's float32 sums, in float32 (for a float64 model in float64). It is 0,
+    not NaN, if no label counts. `num_items_in_batch` also counts in BERT, T5 and BART (but not in BartForCausalLM and
+    similar models, because Trainer counts the labels of a shifted loss for them).
 
-    The output of a call without logits has None for them. Reading it warns with the way out.
+    In the output of a call without logits, `logits` is None. Reading it warns, and the warning names the way out.
 
-    With `metrics`, outputs of calls with labels have numbers of this call's labels that count: `accuracy`, the share of
-    those whose class is the largest logit's (the first of equal ones), and `entropy`, the mean of the softmax's, in
-    nats. They are float32 tensors of shape [] without a gradient, 0 where no label counts, computed with the loss from
-    the same product, and nothing waits for them. In evaluation mode with logits they are attributes of the output and
-    no items of it, because Trainer takes every item for logits. An output that is no ModelOutput of transformers (a
-    tuple, with return_dict=False) has none; where the loss is not the one of eaves, they are None.
+    With `metrics`, outputs of calls with labels have numbers about the labels that count in this call: `accuracy`, the
+    share of labels that are the class of the largest logit (the first of equal ones), and `entropy`, the mean entropy
+    of the softmax, in nats. They are float32 tensors of shape [] without a gradient, 0 if no label counts. They are
+    computed with the loss from the same product, and nothing waits for them. In evaluation mode with logits they are
+    attributes of the output but no items, because Trainer takes every item for logits. An output that is no ModelOutput
+    of transformers (a tuple, with return_dict=False) has no metrics; if eaves did not compute the loss, they are None.
 
-    Of a model over several ranks: a head that tensor parallelism has cut (a DTensor, as of transformers' tp_plan, or
-    `group`) stays in pieces. A head that fully_shard has in a group of its own stays whole until the backward
-    (set_reshard_after_forward(False)), so that it is gathered once. DeepSpeed's ZeRO-3 hooks into the head, which then
-    computes logits.
+    For a model over several ranks: a head that tensor parallelism has cut (a DTensor, as from transformers' tp_plan, or
+    `group`) stays in pieces. A head that has its own fully_shard group stays whole until the backward
+    (set_reshard_after_forward(False)), so it is gathered once. With DeepSpeed's ZeRO-3, which hooks into the head, the
+    head computes logits.
 
-    A call whose logits the model, or a hook of the head, uses for more than factors, a soft cap, a bias and the loss
-    computes them after all, with a warning; they are not in the output either.
+    If the model, or a hook of the head, uses the logits for more than factors, a soft cap, a bias and the loss, the
+    call computes them after all, with a warning. The output still has no logits.
 
     Args:
-        model: a transformers.PreTrainedModel, or a PEFT model, whose base model is patched. A patched model takes new
-            options.
-        skip_logits: for calls with labels that do not say: True or False; None: True where the model is in training
-            mode. A trainer that reads the logits of a training step needs False.
-        skip_ignored: on a GPU, whether to leave out ignored labels before anything is multiplied; the call then waits
-            once for the device, for their number. On the CPU they are left out always.
-        label_smoothing, z_loss: as in eaves.linear_cross_entropy, of every loss of the model, with logits or without.
+        model: a transformers.PreTrainedModel, or a PEFT model, whose base model is patched. Patching a patched model
+            again sets new options.
+        skip_logits: the default for calls with labels: True, False, or None, which means True in training mode. A
+            trainer that reads the logits of a training step needs False.
+        skip_ignored: on a GPU, whether to leave out ignored labels before the first product. The call then waits once
+            for the device, for their number. On the CPU they are always left out.
+        label_smoothing, z_loss: as in eaves.linear_cross_entropy, for every loss of the model, with logits or without.
         algorithm, workspace_bytes: as in eaves.linear_cross_entropy.
-        grad_weight_dtype: as in eaves.linear_cross_entropy, but that None, the default, is float32 for a head of 16
-            bits too: its gradient is summed in float32 and rounded once. That takes a float32 tensor of the head's
-            shape during the backward, with the speed way from the forward on; the head's dtype (torch.bfloat16, say)
-            does without.
+        grad_weight_dtype: as in eaves.linear_cross_entropy, except that None, the default, means float32 for a 16-bit
+            head too: its gradient is summed in float32 and rounded once. The sum takes a float32 tensor of the head's
+            shape during the backward, with algorithm "speed" from the forward on. The head's dtype (torch.bfloat16,
+            say) avoids this tensor.
         metrics: any of "accuracy" and "entropy".
-        group: None, or the ranks that have the head in pieces where it is no DTensor, or the name of their group: the
-            head's rows are this rank's classes, in the order of ranks, with padding behind the vocabulary's. Logits
-            cannot be had of such a model.
+        group: for a head in pieces that is no DTensor: the ranks that share it, or the name of their group; else None.
+            The head's rows are this rank's classes, in the order of ranks, with padding after the vocabulary's classes.
+            Such a model cannot return logits.
         sequence_parallel: as in eaves.linear_cross_entropy: hidden states are this rank's part of the rows, and labels
-            all of them.
+            have all rows.
 
     Returns:
         The model.
 
     Raises:
-        TypeError, ValueError: the model is none of transformers; an option is none of eaves.linear_cross_entropy, or no
-            metric.
-        NotImplementedError: the loss is neither ForCausalLMLoss nor ForMaskedLMLoss; the head is not a
-            torch.nn.Linear, alone or in LoRA, modules_to_save or trainable tokens of PEFT (it is quantised, say, or has
-            DoRA); the forward takes no labels; that of model or head was replaced on the instance (but by tensor
+        TypeError, ValueError: the model is not a model of transformers; an option is not valid for
+            eaves.linear_cross_entropy, or is no metric.
+        NotImplementedError: the loss is neither ForCausalLMLoss nor ForMaskedLMLoss; the head is not a torch.nn.Linear,
+            alone or in LoRA, modules_to_save or trainable tokens of PEFT (it is quantised, say, or has DoRA); the
+            forward takes no labels; the forward of model or head was replaced on the instance (except by tensor
             parallelism of transformers).
     """
     base: Any = base_of(model, "patch")
@@ -154,14 +154,14 @@ def _take_head(base: Any, head: Any, is_in_pieces: bool) -> None:
     head._eaves_is_in_pieces = is_in_pieces
     users.setdefault(head, weakref.WeakSet()).add(base)
     release_copies(head)
-    base._eaves_head = (head,)  # in a tuple: a module would become one of the model's
+    base._eaves_head = (head,)  # in a tuple: the model would register a module as its own
 
 
 def unpatch(model: _Model) -> _Model:
-    """Makes a patched model what it was before, and returns it.
+    """Restores a patched model, and returns it.
 
     Raises:
-        TypeError: the model is none of transformers.
+        TypeError: the model is not a model of transformers.
         ValueError: the model is not patched, or its class has been changed since (torch's fully_shard does).
     """
     base: Any = base_of(model, "unpatch")
@@ -181,8 +181,8 @@ def unpatch(model: _Model) -> _Model:
 
 @contextlib.contextmanager
 def patched(model: _Model, **options: Any) -> Iterator[_Model]:
-    """The model, patched until the end of the block, and then as it was before: not patched, or with other options.
-    The options are those of `patch`."""
+    """Patches the model until the end of the block, and then restores its earlier state: unpatched, or with other
+    options. The options are the options of `patch`."""
     base: Any = base_of(model, "patch")
     before = None
     if is_patched_model(base):
@@ -191,7 +191,7 @@ def patched(model: _Model, **options: Any) -> Iterator[_Model]:
     try:
         yield model
     except BaseException:
-        with contextlib.suppress(Exception):  # what happened in the block is what is told
+        with contextlib.suppress(Exception):  # the block's own error is the one to raise
             _restore(model, before)
         raise
     _restore(model, before)
@@ -204,7 +204,7 @@ def _restore(model: Any, before: dict[str, Any] | None) -> None:
         unpatch(model)
 
 
-# What may be patched
+# Checks of the model and the options
 
 
 def checked_options(weight: Tensor, given: dict[str, Any]) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def checked_options(weight: Tensor, given: dict[str, Any]) -> dict[str, Any]:
             "beside it"
         )
     if group is not None or sequence_parallel:
-        # The name: a ProcessGroup can neither be copied nor pickled.
+        # The options hold the name, because a ProcessGroup can neither be copied nor pickled.
         if group is not None and not isinstance(group, str):
             found_groups[group.group_name] = group.size()
             group = group.group_name
@@ -233,7 +233,7 @@ def checked_options(weight: Tensor, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def base_of(model: Any, operation: str) -> torch.nn.Module:
-    """The model of transformers, for PEFT's wrappers what they wrap."""
+    """The model of transformers: the model itself, or the model inside PEFT's wrapper."""
     try:
         transformers = import_module("transformers.modeling_utils")
     except ImportError as error:
@@ -248,7 +248,7 @@ def base_of(model: Any, operation: str) -> torch.nn.Module:
 
 
 def _losses() -> tuple[Any, Any]:
-    """Of causal and of masked language models."""
+    """The losses of causal and of masked language models."""
     module = import_module("transformers.loss.loss_utils")
     return module.ForCausalLMLoss, module.ForMaskedLMLoss
 
@@ -273,7 +273,7 @@ def _check_model(model: Any) -> None:
 
 
 def _checked_metrics(metrics: Any) -> tuple[str, ...]:
-    """In the order of METRICS."""
+    """The metrics in the order of METRICS, checked."""
     names = " and ".join(f'"{name}"' for name in METRICS)
     if isinstance(metrics, str) or not isinstance(metrics, Collection):
         raise TypeError(f"patch: metrics is {metrics!r}, expected a tuple of any of {names}")
@@ -289,7 +289,7 @@ def is_patched_model(model: torch.nn.Module) -> bool:
 
 @functools.cache
 def _patched_class(original: Any) -> Any:
-    """A subclass with the name of the original: transformers writes that into configurations and keeps tables by it."""
+    """A subclass with the original's name, because transformers writes the name into configurations and tables."""
     forward, original_loss = original.forward, original.loss_function.fget
     of_causal, of_masked = _losses()
     # BERT, T5 and BART call torch.nn.functional.cross_entropy in their forwards.
@@ -297,16 +297,16 @@ def _patched_class(original: Any) -> Any:
     has_own_loss = code is None or "loss_function" not in code.co_names
 
     def counts_shifted(self: Any) -> bool:
-        """Whether Trainer's num_items_in_batch leaves out the first label of each sequence, as ForCausalLMLoss does.
-        The loss in BartForCausalLM's forward has that label too, and ignores the number."""
+        """True if Trainer's num_items_in_batch leaves out the first label of each sequence, as ForCausalLMLoss does.
+        The loss in BartForCausalLM's forward counts that label, so it ignores the number."""
         return original_loss(self) is of_causal and not getattr(self.config, "is_encoder_decoder", False)
 
-    # Not inspect.signature.bind in each call: torch.compile traces this.
+    # Found once, because torch.compile traces each call and would trace inspect.signature.bind.
     place = list(inspect.signature(forward).parameters).index("labels") - 1
 
-    @functools.wraps(forward)  # Trainer asks for the signature, which stays as it was: skip_logits is no column of data
+    @functools.wraps(forward)  # keeps the signature for Trainer, to which skip_logits would be a column of data
     def patched_forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
-        if not is_patched_model(self):  # a reference to this function was kept beyond unpatch
+        if not is_patched_model(self):  # called by a reference that outlived unpatch
             return forward(self, *args, **kwargs)
         has_labels = (args[place] if len(args) > place else kwargs.get("labels")) is not None
         if skip_logits is None:
@@ -318,7 +318,7 @@ def _patched_class(original: Any) -> Any:
             _warn_of_labels(self)
         is_kept = has_own_loss and has_labels and not skip_logits
         head = self.get_output_embeddings() if skip_logits or is_kept else None
-        if head is not None and not isinstance(head, DefersLogits):  # resized, given an adapter, or merged since
+        if head is not None and not isinstance(head, DefersLogits):  # resized, adapted or merged after patch
             if torch.compiler.is_compiling():
                 raise RuntimeError(
                     f"eaves.hf: the head of this {type(self).__name__} is another than at patch: call patch again "
@@ -355,7 +355,7 @@ def _patched_class(original: Any) -> Any:
     def loss_function(self: Any) -> Any:
         chosen, options = original_loss(self), self._eaves_options
 
-        # Functions with the names of theirs, which Unsloth reads.
+        # Functions with the names of transformers' losses, because Unsloth reads the names.
         def ForCausalLMLoss(*args: Any, **kwargs: Any) -> Tensor:
             return causal_lm_loss(options, *args, **kwargs)
 
@@ -364,10 +364,10 @@ def _patched_class(original: Any) -> Any:
 
         if chosen is of_causal:
             return ForCausalLMLoss
-        return ForMaskedLMLoss if chosen is of_masked else chosen  # set after patch
+        return ForMaskedLMLoss if chosen is of_masked else chosen  # a loss that was set after patch
 
     def reduce(self: Any, protocol: Any) -> Any:
-        # Pickle looks classes up by name, and would find the original.
+        # Pickle looks classes up by name, which finds the original.
         return _unpickled, (original,), original.__reduce_ex__(self, protocol)[2]
 
     patched_class = type(

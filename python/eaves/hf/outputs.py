@@ -20,8 +20,8 @@ from eaves.hf.loss import METRICS
 
 
 def finished(output: Any, head: Any, metrics: Mapping[str, Tensor | None], are_items: bool) -> Any:
-    """The output of a patched model, with metrics if it is an output of transformers. Logits of `head` are left out,
-    also if they were computed after all; if it is None, they are numbers."""
+    """The output of a patched model. An output of transformers gets the metrics. With a `head`, its logits are left
+    out, even if they were computed after all; without one (None), logits are numbers."""
     if not (dataclasses.is_dataclass(output) and isinstance(output, dict)):
         return _of_another_class(output, head)
     held = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
@@ -49,7 +49,7 @@ def _changed(held: Mapping[str, Any], head: Any) -> dict[str, Any]:
 
 
 def _of_another_class(output: Any, head: Any) -> Any:
-    """In a tuple, logits that are left out have no place (return_dict=False of transformers)."""
+    """The output of a class other than transformers'. A tuple has no place for left-out logits (return_dict=False)."""
     if isinstance(output, DeferredLogits):
         return output.tensor("the result of the model")
     if isinstance(output, tuple) and head is None:
@@ -70,7 +70,7 @@ def _of_another_class(output: Any, head: Any) -> Any:
 
 
 class _MissingLogits:
-    """The class attribute `logits`, which an instance hides that has logits, or None, of its own."""
+    """The class attribute `logits`. An instance with logits, or None, of its own hides it."""
 
     def __get__(self, output: Any, kind: type) -> None:
         if output is not None and not torch.compiler.is_compiling():
@@ -83,11 +83,11 @@ class _MissingLogits:
 
 @functools.cache
 def _make_output_class(original: Any) -> Any:
-    """A subclass with fields for the metrics and a sentence for who misses the logits: what makes an output anew of
-    its items (mixed precision of accelerate, DataParallel, tree_map) keeps metrics that are items."""
+    """A subclass with fields for the metrics, and a warning for readers of missing logits. Metrics that are items
+    survive code that rebuilds the output from its items (mixed precision of accelerate, DataParallel, tree_map)."""
 
     def reduce(self: Any) -> Any:
-        # Pickle looks classes up by name. Metrics that are no items come with the state. Nothing reads the logits.
+        # Pickle looks classes up by name. The state has the metrics that are no items. Nothing reads the logits.
         rest = OrderedDict.__reduce__(self)[2:]
         return (
             _output_unpickled,
@@ -110,7 +110,7 @@ def _output_class(original: Any) -> Any:
     return _make_output_class(original)
 
 
-# As torch.compiler.assume_constant_result does, which would load torch._dynamo: a class is not made in a graph.
+# The mark of torch.compiler.assume_constant_result, which would load torch._dynamo. A graph cannot make a class.
 _output_class._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

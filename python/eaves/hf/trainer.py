@@ -1,7 +1,7 @@
-"""The models of transformers' Trainer, patched where a Trainer is made.
+"""Patches the model of each transformers Trainer when the Trainer is made.
 
-Two methods of Trainer are replaced: `__init__` patches the model, and each that model_init makes later;
-`prediction_step` skips the logits that an evaluation of the loss alone does not read.
+Two methods of Trainer are replaced. `__init__` patches the model, and each model that model_init makes later.
+`prediction_step` skips the logits if an evaluation reads only the loss.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ replacement = replacement_of("hf")
 
 
 def install(**options: Any) -> Installed:
-    """Lets every transformers.Trainer that is made from now on, TRL's and other subclasses too, patch its model.
+    """Makes every transformers.Trainer from now on, TRL's and other subclasses too, patch its model.
 
-    A model that eaves.hf.patch refuses stays as it is, and a warning says why. A model that is patched already keeps
-    its options. With `label_smoothing_factor` Trainer takes the labels away and computes the loss from all logits; a
-    patched model gets the factor as its `label_smoothing` instead. An evaluation that reads the loss alone
+    If eaves.hf.patch refuses a model, the model stays as it is, and a warning says why. A model that is patched already
+    keeps its options. With `label_smoothing_factor` Trainer takes the labels away and computes the loss from all
+    logits; a patched model gets the factor as its `label_smoothing` instead. An evaluation that reads only the loss
     (`prediction_loss_only`, or a Trainer without compute_metrics) skips the logits, unless skip_logits is False.
 
     Args:
-        options: of eaves.hf.patch. A trainer that reads the logits of a training step needs skip_logits=False.
+        options: the options of eaves.hf.patch. A trainer that reads the logits of a training step needs
+            skip_logits=False.
 
     Returns:
-        A context manager, whose end undoes it. Models that were patched meanwhile stay so: eaves.hf.unpatch.
+        A context manager that undoes the installation at its end. Models that were patched meanwhile stay patched; use
+        eaves.hf.unpatch.
 
     Raises:
         ImportError: transformers is not installed, or cannot be imported.
-        RuntimeError: it is a version that eaves does not know, or somebody else has replaced one of the methods.
-        ValueError, TypeError: an option is none of eaves.hf.patch.
+        RuntimeError: eaves does not know this version, or other code has replaced one of the methods.
+        ValueError, TypeError: an option is not valid for eaves.hf.patch.
     """
     bound = inspect.signature(patch).bind(None, **options)
     bound.apply_defaults()
@@ -56,7 +58,7 @@ def _methods(options: dict[str, Any], theirs: tuple[Any, ...]) -> tuple[Any, ...
     def init(self: Any, *arguments: Any, **keywords: Any) -> None:
         their_init(self, *arguments, **keywords)
         _patch_model_of(self, self.model, options)
-        if self.model_init is not None:  # on the instance: train() calls it, after uninstall() too
+        if self.model_init is not None:  # on the instance, because train() calls it even after uninstall()
             self.call_model_init = functools.partial(_made_model, self, self.call_model_init, options)
 
     @functools.wraps(their_prediction_step)
@@ -76,7 +78,7 @@ def _made_model(trainer: Any, make: Any, options: dict[str, Any], *arguments: An
     return model
 
 
-# For each model whose label_smoothing is that of a Trainer: its own, and the options with the Trainer's.
+# For each model with the label_smoothing of a Trainer: its own label_smoothing, and the options with the Trainer's.
 _own_smoothing: weakref.WeakKeyDictionary[Any, tuple[float, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
@@ -92,7 +94,7 @@ def _patch_model_of(trainer: Any, model: Any, options: dict[str, Any]) -> None:
         warnings.warn(f"eaves.hf: the model of this {type(trainer).__name__} is not patched: {reason}", stacklevel=3)
         return
     of_model, with_smoothing = _own_smoothing.get(base, (0.0, None))
-    if base._eaves_options is not with_smoothing:  # patched since
+    if base._eaves_options is not with_smoothing:  # patched again since then
         of_model = base._eaves_options["label_smoothing"]
     smoothing = 0.0 if trainer.compute_loss_func is not None else arguments.label_smoothing_factor
     if smoothing and of_model not in (0, smoothing):

@@ -1,7 +1,7 @@
 """The way from a JAX array into the library: one primitive, whose parameter is the call.
 
-A Call says which function of the core is called with which arrays; shapes are those of the arrays. Around the primitive
-stand, from the outside in: the batching rule of jax.vmap (jax.custom_batching.custom_vmap), and the rule by which XLA
+A Call names the function of the core and its arrays; shapes are the shapes of the arrays. From the outside in, two
+rules surround the primitive: the batching rule of jax.vmap (jax.custom_batching.custom_vmap), and the rule by which XLA
 cuts a call over devices (custom_partitioning). Derivatives are further out, in the operators' own files.
 """
 
@@ -34,10 +34,10 @@ from eaves.jax._library import PRODUCTS_TARGET, ROWS_TARGET, workspace
 class Operand:
     """A tensor of a call.
 
-    `factors` has a name for each axis: axes of the same name have the same size. Those of the rows, which XLA may cut
-    over devices, begin with "r"; others are never cut. `per_row` tensors get the batch of jax.vmap as one more axis of
-    rows, at `batch_axis`. `axes`: in which order the core takes the axes, where that is not the array's. `values`: what
-    the core's check looks at on the CPU, while there is no array yet: some that are right.
+    `factors` has a name for each axis: axes of the same name have the same size. Names that begin with "r" are factors
+    of the rows, which XLA may cut over devices; other factors are never cut. jax.vmap adds its batch to `per_row`
+    tensors as one more axis of rows, at `batch_axis`. `axes` is the core's order of the axes if it differs from the
+    array's. `values` are valid example values, which the core checks on the CPU while there is no array yet.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Result(Operand):
-    """A tensor that the call writes. Without factors of the rows in it, it is a sum over them."""
+    """A tensor that the call writes. If it has no factors of the rows, it is a sum over the rows."""
 
     shape: tuple[int, ...] = ()
     dtype: Any = np.float32
@@ -58,9 +58,9 @@ class Result(Operand):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of the `function` of the core. `op` and `names`: the operator and its arguments as the user knows
-    them, for errors. `aliases`: results that are written over operands, by their numbers. `has_fixed_rank`: the core
-    takes no further axes of rows, and the batch of jax.vmap becomes a part of the first one."""
+    """A call of the core's `function`. `op` and `names` are the operator and its arguments under the user's names, for
+    errors. `aliases` are pairs of numbers, a result and the operand that it is written over. With `has_fixed_rank` the
+    core takes no further axes of rows, and the batch of jax.vmap becomes a part of the first one."""
 
     op: str
     function: str
@@ -72,12 +72,12 @@ class Call:
     has_fixed_rank: bool = False
 
     def run(self, *operands: Any) -> tuple[Any, ...]:
-        """On one device: the primitive, without its rules."""
+        """The results on one device: the primitive, without its rules."""
         return tuple(_call_p.bind(*operands, call=self))
 
     @functools.cached_property
     def description(self) -> str:
-        """What python/csrc/jax/call.h documents."""
+        """The text that python/csrc/jax/call.h documents."""
         tensors: tuple[Operand, ...] = (*self.operands, *self.results)
         described: dict[str, Any] = {
             "function": self.function,
@@ -92,7 +92,7 @@ class Call:
         return json.dumps(described)
 
     def workspace(self, platform: str, operands: Sequence[Any]) -> Any:
-        """The scratch memory that the call needs for such operands. Raises what the core says where it refuses them."""
+        """The scratch memory of the call for such operands. If the core refuses them, raises its error."""
         tensors = [*operands, *self.results]
         question = {
             "call": self.description,
@@ -107,7 +107,7 @@ class Call:
 
 
 def bind(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The results of a call. Arguments that the core refuses are refused now, while JAX traces."""
+    """The results of a call. Arguments that the core refuses raise its error here, while JAX traces."""
     for array in operands:
         if not all(isinstance(size, int) for size in array.shape):
             raise NotImplementedError(f"{call.op}: an array has the shape {array.shape}, expected numbers alone")
@@ -119,8 +119,8 @@ def bind(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _on_explicit_mesh(mesh: Any, call: Call, operands: Sequence[jax.Array]) -> Any:
-    """On a mesh with axes of AxisType.Explicit types say how arrays are cut: each device gets its rows, and results are
-    cut as the operands are."""
+    """The call on a mesh with axes of AxisType.Explicit, on which types say how arrays are cut: each device computes
+    its rows, and results are cut like the operands."""
     cuts = _cuts(call, [jax.typeof(array).sharding.spec for array in operands])
     place = functools.partial(_sharding, mesh, cuts=cuts)
     local = jax.shard_map(
@@ -135,7 +135,7 @@ def _on_explicit_mesh(mesh: Any, call: Call, operands: Sequence[jax.Array]) -> A
 
 
 def explicit_mesh(*arrays: jax.Array) -> Any:
-    """That of the arrays, where it has axes of AxisType.Explicit."""
+    """The mesh of the arrays, if it has axes of AxisType.Explicit."""
     for array in arrays:
         mesh = jax.typeof(array).sharding.mesh
         if mesh.explicit_axes:
@@ -144,8 +144,8 @@ def explicit_mesh(*arrays: jax.Array) -> Any:
 
 
 def alike(*arrays: Any) -> tuple[Any, ...]:
-    """The arrays, varying over the same axes of a mesh inside of jax.shard_map: that gradients of an array that all
-    devices have are summed over them follows from it."""
+    """The arrays, made to vary over the same mesh axes inside of jax.shard_map. Therefore JAX sums the gradients of an
+    array that all devices share."""
     axes = varying(*arrays)
     return tuple(vary(array, axes) for array in arrays)
 
@@ -156,7 +156,7 @@ def vary(array: Any, axes: frozenset[str]) -> Any:
 
 
 def varying(*arrays: Any) -> frozenset[str]:
-    """The axes of a mesh over which the arrays vary, inside of jax.shard_map."""
+    """The mesh axes over which the arrays vary, inside of jax.shard_map."""
     return frozenset[str]().union(*(jax.typeof(array).mat.varying for array in arrays if array is not None))
 
 
@@ -169,7 +169,7 @@ _call_p.multiple_results = True
 @_call_p.def_abstract_eval  # type: ignore[untyped-decorator]
 def _(*operands: Any, call: Call) -> list[Any]:
     inside: dict[str, Any] = {}
-    if operands and operands[0].mat.varying:  # of jax.shard_map
+    if operands and operands[0].mat.varying:  # inside of jax.shard_map
         whole = jax.sharding.NamedSharding(operands[0].sharding.mesh, jax.sharding.PartitionSpec())
         inside = {"manual_axis_type": operands[0].mat, "sharding": whole}
     return [jax.core.ShapedArray(result.shape, _dtype_outside(result.dtype), **inside) for result in call.results]
@@ -177,7 +177,7 @@ def _(*operands: Any, call: Call) -> list[Any]:
 
 @_call_p.def_impl  # type: ignore[untyped-decorator]
 def _(*operands: jax.Array, call: Call) -> Any:
-    with jax.disable_jit(False):  # without a program there is nothing that could be run
+    with jax.disable_jit(False):  # only a compiled program can run
         return _program(call)(*operands)
 
 
@@ -187,7 +187,7 @@ def _program(call: Call) -> Any:
 
 
 def _dtype_outside(dtype: Any) -> Any:
-    """The core writes classes as int64, which JAX has only where it is told to: outside they are int32."""
+    """int32 for the core's int64 classes, because JAX has int64 only if it is enabled; any other dtype as it is."""
     return np.dtype(np.int32) if dtype == np.int64 else np.dtype(dtype)
 
 
@@ -246,7 +246,8 @@ def _function(call: Call) -> Any:
 
 
 def _as_more_rows(call: Call, size: int, in_batched: Sequence[bool], operands: Sequence[jax.Array]) -> Any:
-    """The batch as the first axis of the rows, or merged into the first one where the core fixes their number."""
+    """The call with the batch as the first axis of the rows, or merged into the first one if the core fixes their
+    number."""
     arrays = [
         array if is_batched or not tensor.per_row else jnp.broadcast_to(array, (size, *array.shape))
         for tensor, array, is_batched in zip(call.operands, operands, in_batched)
@@ -279,17 +280,18 @@ def _as_more_rows(call: Call, size: int, in_batched: Sequence[bool], operands: S
 
 
 def _partitioned(call: Call) -> Any:
-    """The call, cut over devices along its rows: each computes its own, and what is a sum over rows is summed."""
+    """The call, cut over devices along its rows: each device computes its rows, and sums over rows are summed over
+    devices."""
 
     local = call.run
     partitioned = custom_partitioning(local)
     tensors: tuple[Operand, ...] = (*call.operands, *call.results)
-    # Shardy wants factors in the order in which a rule names them.
+    # Shardy expects factors in the order in which a rule names them.
     factors = tuple(dict.fromkeys(factor for tensor in tensors for factor in tensor.factors))
     kept = {factor for result in call.results for factor in result.factors}
 
     def partition(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
-        if mesh.empty:  # jax.set_mesh with arrays of which none is cut: JAX tells no mesh, and each device computes all
+        if mesh.empty:  # jax.set_mesh with uncut arrays: JAX gives no mesh, each device computes all
             return mesh, local, *(tuple(each.sharding for each in shapes) for shapes in (result_shapes, operand_shapes))
         cuts = _cuts(call, [shape.sharding.spec for shape in operand_shapes])
         placed = (tuple(_sharding(mesh, each, cuts) for each in tensors) for tensors in (call.results, call.operands))
@@ -308,7 +310,7 @@ def _partitioned(call: Call) -> Any:
 
 
 def _cuts(call: Call, specs: Sequence[Any]) -> dict[str, Any]:
-    """Over which axes of a mesh each factor of the rows is cut, where the operands are cut so. An axis serves once."""
+    """The mesh axes that cut each factor of the rows, given how the operands are cut. An axis cuts one factor only."""
     cuts: dict[str, Any] = {}
     used: set[str] = set()
     for tensor, spec in zip(call.operands, specs):
@@ -326,7 +328,7 @@ def _sharding(mesh: Any, tensor: Operand, cuts: Mapping[str, Any]) -> Any:
 
 
 def _local(call: Call, mesh: Any, cuts: Mapping[str, Any]) -> Any:
-    """What each device computes: its own rows, and of what is a sum over rows the sum over the devices."""
+    """The function of each device: it computes its own rows, and sums the sums over rows over the devices."""
     parts = []
     for result in call.results:
         shape = tuple(size // _devices(mesh, cuts.get(each)) for size, each in zip(result.shape, result.factors))
@@ -354,7 +356,7 @@ def _sum_over(array: jax.Array, axes: Sequence[Any]) -> jax.Array:
     names = [name for axis in axes for name in _names(axis)]
     if not names:
         return array
-    # In float32: a 16-bit sum over devices would be rounded once for each of them.
+    # In float32, because a 16-bit sum over devices would be rounded once for each device.
     wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
     total: jax.Array = jax.lax.psum(wide, tuple(names)).astype(array.dtype)
     return total
@@ -374,7 +376,7 @@ Arrays = dict[Operand, Any]
 def call_core(
     op: str, function: str, arrays: Arrays, results: Sequence[Result], kind: type[Call] = Call, **more: Any
 ) -> tuple[jax.Array, ...]:
-    """The results of a function of the core; `more` are further fields of a Call."""
+    """The results of a function of the core; `more` has further fields of the Call."""
     present = {operand: array for operand, array in arrays.items() if array is not None}
     return bind(kind(op, function, tuple(present), tuple(results), **more), *alike(*present.values()))
 
@@ -382,16 +384,16 @@ def call_core(
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Of which arrays a gradient is wanted."""
+    """The arrays that want a gradient."""
 
     each: tuple[bool, ...]
 
     def by_place(self, gradients: Sequence[jax.Array]) -> list[jax.Array | None]:
-        """The gradients that were computed, each at its array's place."""
+        """The computed gradients, each at its array's place."""
         left = iter(gradients)
         return [next(left) if is_wanted else None for is_wanted in self.each]
 
 
 def given(cotangent: Any) -> jax.Array | None:
-    """A cotangent, None where it is known to be 0."""
+    """A cotangent; None if it is known to be 0."""
     return None if isinstance(cotangent, SymbolicZero) else cotangent

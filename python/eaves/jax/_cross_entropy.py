@@ -39,7 +39,8 @@ def cross_entropy(
     axis_name: str | None = None,
     **unknown: object,
 ) -> jax.Array | CrossEntropyOutput:
-    """The loss of classifying each row of `logits`, and its gradient; formula and options of the PyTorch function.
+    """The loss of classifying each row of `logits`, and its gradient, with the formula and options of the PyTorch
+    function.
 
         z'   = softcap * tanh(scale * z / softcap)                    (no softcap: scale * z)
         lse  = log sum_v exp(z'_v)
@@ -48,37 +49,38 @@ def cross_entropy(
 
     Args:
         logits: [..., V], or with the classes on `axis`; float16, bfloat16, float32 or float64.
-        targets: of each row a class, int32 or int64: the shape of logits without the classes. Or probabilities, in the
+        targets: a class for each row, int32 or int64: the shape of logits without the class axis. Or probabilities: the
             shape of logits, in its dtype or float32.
-        class_weight: of each class, [V], in the dtype of logits or float32; w above.
-        axis: that of the classes.
+        class_weight: w above, one number for each class, [V], in the dtype of logits or float32.
+        axis: the axis of the classes.
         ignore_index: rows with this target have loss 0 and gradient 0, and count in no mean.
         reduction: "none" (the losses of the rows), "sum" or "mean".
         label_smoothing: e, 0 to 1.
         softcap, scale: None, or positive numbers.
         z_loss: the weight of lse^2 in the loss.
-        row_weight: r above, one number for each row. A row of weight 0 has loss 0 and gradient 0, whatever it holds.
-        normalizer: with "mean", the divisor of the sum instead of the weights of the rows. Not negative; an array is
-            not checked.
-        inplace_backward: whether the gradient may be written over the logits. Where something else needs these still,
+        row_weight: r above, one number for each row. A row of weight 0 has loss 0 and gradient 0 for any logits.
+        normalizer: with "mean", the divisor of the sum in place of the weights of the rows. It must not be negative; an
+            array is not checked.
+        inplace_backward: whether the gradient may be written over the logits. If the program still needs the logits,
             XLA copies them first.
         outputs: the names of more outputs, one or a sequence of them: "lse", "argmax", "entropy", "z_loss", "sum_sq",
             "mean_logit", as in eaves.cross_entropy. Each has a number for each row, "z_loss" the shape of the loss.
-        axis_name: JAX's counterpart of `group`: inside of jax.shard_map, the axis of the mesh that the classes are cut
-            over. logits and class_weight are this device's, and everything else is the same on all devices of the axis.
+        axis_name: JAX's counterpart of `group`: inside of jax.shard_map, the mesh axis that cuts the classes. logits
+            and class_weight are this device's; everything else is the same on all devices of the axis.
 
     Returns:
-        The loss: float32, or float64 for float64 logits. With outputs, a named tuple: the loss, then
-        the outputs in the order of their names, so that `loss, lse = cross_entropy(..., outputs="lse")`.
+        The loss: float32, or float64 for float64 logits. With outputs, a named tuple: the loss, then the outputs in the
+        order of their names, so that `loss, lse = cross_entropy(..., outputs="lse")`.
 
     Raises:
         ValueError: an array or a number is not as above; on the CPU also a target that is no class, when the call runs.
-            (On a GPU its loss and gradient are NaN.)
-        TypeError: a number is not known while JAX traces; `outputs` are no names; a keyword is another function's.
+            (On a GPU the loss and gradient of that row are NaN.)
+        TypeError: a number is not known while JAX traces; `outputs` are no names; a keyword belongs to another
+            function.
         NotImplementedError: a dtype or a shape that eaves does not have.
 
-    Derivatives, of first order, are those of loss, lse and entropy with respect to logits. The other outputs count as
-    constant; a derivative with respect to another argument is a NotImplementedError.
+    Loss, lse and entropy have first derivatives with respect to logits. The other outputs count as constant; a
+    derivative with respect to another argument is a NotImplementedError.
 
     Example:
         >>> import jax.numpy as jnp, eaves.jax
@@ -103,8 +105,8 @@ def cross_entropy(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Loss(Loss):
-    """Its inputs are the logits. The losses of the rows have derivatives, and are reduced behind them: so jax.vmap of a
-    gradient stays one call."""
+    """cross_entropy; its inputs are the logits. The losses of the rows have derivatives, and are reduced afterwards, so
+    jax.vmap of a gradient stays one call."""
 
     core = _OP
     cut = ("logits", 0)

@@ -30,27 +30,27 @@ Arrays = Mapping[str, Any]
 class Settings:
     divergence: str
     beta: float
-    teacher: str  # the argument that has its distribution
+    teacher: str  # the argument that gives the teacher's distribution
     rest: str
-    temperature: float | None  # None: an array has one for each row
+    temperature: float | None  # None: an array has a temperature for each row
     scale: float = 1.0
     softcap: float | None = None
     teacher_scale: float = 1.0
     teacher_softcap: float | None = None
     is_transposed: bool = False  # heads are [features, classes]
-    axis_name: str | None = None  # of the mesh, over which the classes are cut
+    axis_name: str | None = None  # the mesh axis that cuts the classes
     limit: int = 0  # bytes of a chunk
 
 
 @dataclasses.dataclass(frozen=True)
 class Divergence(Call):
-    """The call's operands by name, as Chunk reads them; `upstream_*` are upstream gradients of rows. Its results are
-    outputs of rows, and gradients of the student's arrays."""
+    """A call with operands by name for Chunk; `upstream_*` are upstream gradients of rows. The results are outputs of
+    rows, and gradients of the student's arrays."""
 
     settings: Settings | None = None
 
     def workspace(self, platform: str, operands: Any) -> Any:
-        """None: XLA plans it."""
+        """None, because XLA plans the memory."""
 
     def run(self, *operands: Any) -> tuple[Any, ...]:
         assert self.settings is not None
@@ -69,7 +69,7 @@ def _in_chunks(settings: Settings, of_rows: Arrays, shared: Arrays, names: tuple
     hidden, head = of_rows["hidden"], shared["head"]
     rows, classes = hidden.shape[0], head.shape[1 if settings.is_transposed else 0]
     dtype, axes = result_dtype(hidden), varying(*of_rows.values(), *shared.values())
-    bytes_of_row = max(1, 4 * classes * dtype.itemsize)  # student, teacher, and two numbers between them
+    bytes_of_row = max(1, 4 * classes * dtype.itemsize)  # student, teacher, and two intermediate numbers
     chunks = max(1, math.ceil(rows / max(1, settings.limit // bytes_of_row)))
     size = math.ceil(rows / chunks)
     of_rows = {**of_rows, "counts": of_rows.get("counts", jnp.ones(rows, bool))}
@@ -96,7 +96,7 @@ def _in_chunks(settings: Settings, of_rows: Arrays, shared: Arrays, names: tuple
 
 
 class Chunk:
-    """Arrays are [rows, ...]; classes are this device's."""
+    """One chunk. Arrays are [rows, ...]; classes are this device's."""
 
     def __init__(self, settings: Settings, arrays: Arrays) -> None:
         self.settings, self.arrays, self.dtype = settings, arrays, result_dtype(arrays["hidden"])
@@ -114,7 +114,7 @@ class Chunk:
         self.s = jnp.exp(self.log_s)
 
     def compute(self, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Outputs of rows, and gradients; rows that do not count have 0."""
+        """The outputs of the rows, and the gradients; both are 0 for rows that do not count."""
         outputs, gradients = {"lse": self.lse}, []
         for name, term in (("divergence", self._divergence), ("entropy", self._entropy), ("hard_loss", self._hard)):
             upstream = self.arrays.get(f"upstream_{name}")
@@ -127,7 +127,8 @@ class Chunk:
         found = {name: jnp.where(self.counts, outputs[name], 0)[:, 0] for name in names if name in outputs}
         return found, self._gradients(names, gradients)
 
-    # terms: rows, gradient of (tempered) logits
+    # Terms of the loss. Each returns a number for each row, a function that computes its gradient by the logits, and
+    # whether these logits are tempered.
 
     def _divergence(self) -> Any:
         if "teacher_tokens" in self.arrays:
@@ -138,7 +139,7 @@ class Chunk:
             mass = -1 if self.settings.divergence == "forward" else self._sum(of_log_s)  # -sum t, which is 1
             rows, gradient = self._sum(terms), lambda: of_log_s - self.s * mass
         if self.settings.rest != "ignore":
-            rows = jnp.maximum(rows, 0)  # rounding may bring it below
+            rows = jnp.maximum(rows, 0)  # rounding may make it negative
         return rows, gradient, True
 
     def _entropy(self) -> Any:
@@ -146,7 +147,7 @@ class Chunk:
         return entropy, lambda: -_weighted(self.s, self.log_s + entropy), True
 
     def _hard(self) -> Any:
-        """The cross entropy, which no temperature divides."""
+        """The cross entropy, without the temperature."""
         targets = jnp.where(self.counts[:, 0], self.arrays["targets"], 0)[:, None]
         lse = self.lse if self.settings.temperature == 1 else self._lse(self.logits)
         place, is_own = self._places(targets)
@@ -160,7 +161,7 @@ class Chunk:
     # the teacher
 
     def _teacher(self) -> tuple[Any, Any]:
-        """Its log-probabilities, [rows, V], and the lse of its logits."""
+        """The teacher's log-probabilities, [rows, V], and the lse of its logits."""
         settings, arrays = self.settings, self.arrays
         given = arrays[settings.teacher]
         if settings.teacher == "teacher_hidden":
@@ -177,7 +178,7 @@ class Chunk:
         return z - lse, lse
 
     def _of_top_tokens(self) -> tuple[Any, Any]:
-        """By the teacher's top tokens, [rows, K], and their log-probabilities."""
+        """The divergence by the teacher's top tokens, [rows, K], and their log-probabilities."""
         settings, tokens = self.settings, self.arrays["teacher_tokens"]
         log_t = self.arrays["teacher_log_probs"].astype(self.dtype)
         is_token = (tokens >= 0) & (log_t > -jnp.inf)
@@ -197,7 +198,7 @@ class Chunk:
             rest = self.tempered.at[_rows_of(place), jnp.where(is_own, place, beyond)].set(-jnp.inf, mode="drop")
             rest_lse = self._lse(rest)
             log_s = jnp.append(of_tokens, rest_lse, 1) - self.lse
-        if settings.rest == "class":  # at temperature 1, as "ignore"
+        if settings.rest == "class":  # at temperature 1, like "ignore"
             of_rest = jnp.log(jnp.maximum(1 - jnp.exp(log_t).sum(1, keepdims=True), jnp.finfo(self.dtype).eps))
             log_t = jnp.append(log_t, of_rest, 1)
         elif settings.rest != "ignore":
@@ -209,7 +210,7 @@ class Chunk:
             log_t = log_t.at[:, -1:].set(jnp.where(rest_lse == -jnp.inf, -jnp.inf, log_t[:, -1:]))
         terms, of_log_s = _terms(settings, log_s, log_t)
         if settings.divergence == "reverse" and settings.rest == "ignore":
-            of_log_s += jnp.exp(log_s)  # which is nothing where the probabilities add up to 1
+            of_log_s += jnp.exp(log_s)  # cancels only if the probabilities add up to 1
         is_whole = settings.divergence == "forward" and settings.rest != "ignore"
         mass = -1 if is_whole else of_log_s.sum(1, keepdims=True)
 
@@ -252,7 +253,7 @@ class Chunk:
             found["grad_head"] = _product(factors[0].T, factors[1], True)
         return found
 
-    # over classes, and their axis
+    # sums over classes, and over their mesh axis
 
     def _tempered(self, z: Any) -> Any:
         return z if self.settings.temperature == 1 else z / self.temperature
@@ -265,14 +266,14 @@ class Chunk:
         return _lse(z, self.settings.axis_name)
 
     def _places(self, classes: Any) -> tuple[Any, Any]:
-        """Of classes, [rows, K], the places here, and whether they are here."""
+        """The places of classes, [rows, K], on this device, and whether the device has each."""
         own = self.logits.shape[1]
         first = 0 if self.settings.axis_name is None else own * jax.lax.axis_index(self.settings.axis_name)
         place = classes - first
         return jnp.clip(place, 0, own - 1), (place >= 0) & (place < own)
 
     def _at(self, z: Any, classes: Any) -> Any:
-        """The logits of classes, [rows, K]; of a number that is no class NaN."""
+        """The logits of classes, [rows, K]; NaN for a number that is no class."""
         place, is_own = self._places(classes)
         found = jnp.where(is_own, jnp.take_along_axis(z, place, 1), 0)
         axis, count = self.settings.axis_name, z.shape[1]
@@ -308,12 +309,12 @@ def _lse(z: Any, axis_name: str | None = None) -> Any:
 
 
 def _finite(z: Any) -> Any:
-    """-inf, of rows without a class, as 0."""
+    """z with 0 in place of -inf, the maximum of a row that has no class with mass."""
     return jnp.where(z == -jnp.inf, 0, z)
 
 
 def _weighted(weight: Any, number: Any) -> Any:
-    """Their product, 0 where the weight is, whatever the number is."""
+    """weight * number; 0 if the weight is 0, for any number."""
     return jnp.where(weight == 0, 0, weight * number)
 
 
@@ -326,8 +327,8 @@ def _added(dense: Any, place: Any, values: Any) -> Any:
 
 
 def _terms(settings: Settings, log_s: Any, log_t: Any) -> tuple[Any, Any]:
-    """For each class its part of the divergence, and the divergence's derivative by log s; of distributions, which add
-    up to 1, a multiple of s may be missing there."""
+    """For each class its part of the divergence, and the divergence's derivative by log s. The derivative may lack a
+    multiple of s, which cancels for distributions that add up to 1."""
     s, t, beta = jnp.exp(log_s), jnp.exp(log_t), settings.beta
     ratio = jnp.where(log_s == log_t, 0, log_t - log_s)  # both may be -inf
     if settings.divergence == "forward":
@@ -337,7 +338,7 @@ def _terms(settings: Settings, log_s: Any, log_t: Any) -> tuple[Any, Any]:
         return of_student, of_student
     if settings.divergence == "total_variation":
         return abs(s - t) / 2, s * jnp.sign(s - t) / 2
-    # log m - the logarithm of the larger of both: exactly 0 for equal ones, as log m - log s would not be.
+    # log m - max(log s, log t): exactly 0 for equal ones, unlike log m - log s.
     is_below = ratio <= 0
     near = jnp.log1p(jnp.where(is_below, beta, 1 - beta) * jnp.expm1(-abs(ratio)))
     of_student = (1 - beta) * _weighted(s, -jnp.where(is_below, near, near + ratio))

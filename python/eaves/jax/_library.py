@@ -1,4 +1,4 @@
-"""Loads the library of XLA handlers, and asks it what it has to be asked while JAX traces."""
+"""Loads the library of XLA handlers, and asks it the questions that come up while JAX traces."""
 
 # mypy: disallow-untyped-calls=False
 
@@ -17,14 +17,14 @@ from jaxlib.version import __version__ as jaxlib_version
 from eaves._algorithm import suits_speed_of
 
 LIBRARY = Path(__file__).parents[1] / "eaves_jax.so"
-# The names of the custom calls in XLA's programs: of functions of rows, and of those with matrix products.
+# The names of the custom calls in XLA's programs: one for functions of rows, one for functions with matrix products.
 TARGETS = ROWS_TARGET, PRODUCTS_TARGET = "eaves", "eaves_products"
 
 JAX_TARGET = "0.10.2"  # the oldest jaxlib that the library is built with and runs under
 
 
 class Workspace(NamedTuple):
-    """Bytes of scratch memory that a call needs, and of a buffer in which they can be aligned."""
+    """The bytes of scratch memory that a call needs, and of a buffer that has room to align them."""
 
     needed: int
     buffer: int
@@ -65,14 +65,15 @@ TABLE: dict[str, Any] = json.loads(_library.eaves_jax_table())
 
 
 def system() -> dict[str, Any]:
-    """What the library can do on this machine, as `eaves info --json` says it."""
+    """The facts about the library on this machine that `eaves info --json` prints."""
     found: dict[str, Any] = json.loads(_library.eaves_jax_system())
     return found
 
 
 @functools.lru_cache(maxsize=4096)
 def workspace(question: str) -> Workspace:
-    """What a call needs; raises what the core says of a call that it refuses, ValueError or NotImplementedError."""
+    """The scratch memory of a call. For a call that the core refuses, raises its error, ValueError or
+    NotImplementedError."""
     needed, buffer = ctypes.c_int64(), ctypes.c_int64()
     error = _library.eaves_jax_workspace_bytes(question.encode(), ctypes.byref(needed), ctypes.byref(buffer))
     if error is None:

@@ -49,40 +49,39 @@ def linear_cross_entropy(
 ) -> jax.Array | CrossEntropyOutput:
     """The loss of a model's head, cross_entropy(hidden @ head.T + bias, targets), without ever holding all the logits.
 
-    Probabilities are computed from the product's float32 sums, not from logits rounded to 16 bits. Without a gradient a
-    call is one matrix product; gradients of the mean and the sum are computed with the loss, in three.
+    Probabilities are computed from the product's float32 sums, not from logits rounded to 16 bits. A call without a
+    gradient takes one matrix product. The gradients of a mean or a sum are computed with the loss, in three products.
 
     Args:
         hidden: [..., D]; float16, bfloat16, float32 or float64.
-        head: [V, D], or [D, V] with head_layout="dv", in the dtype of hidden. Either is read as it lies; the gradient
-            of a [D, V] head is transposed once.
-        targets: of each row a class, int32 or int64: the shape of hidden without D. Or probabilities: [..., V].
+        head: [V, D], or [D, V] with head_layout="dv", in the dtype of hidden. The call reads either layout in place,
+            and transposes the gradient of a [D, V] head once.
+        targets: a class for each row, int32 or int64: the shape of hidden without D. Or probabilities: [..., V].
         head_layout: "vd" or "dv".
         bias: [V], in the dtype of hidden or float32.
-        class_weight: of each class, [V], in the dtype of hidden or float32.
+        class_weight: one number for each class, [V], in the dtype of hidden or float32.
         reduction, ignore_index, label_smoothing, softcap, scale, z_loss, row_weight, normalizer, outputs: as in
             cross_entropy.
-        algorithm: "speed", gradients with the loss: three products. "recompute": the backward computes the logits
-            again, four products and little memory in between. "auto": as linear_cross_entropy of PyTorch chooses from
-            the sizes, the outputs and workspace_bytes, for JAX's default backend. The gradients are always recomputed
-            in float16, with axis_name, and with reduction "none" unless only hidden has one.
-        workspace_bytes: the most scratch memory that a call should take; None: what suits the device.
-        grad_head_dtype: what the chunks' parts of the head's gradient are added up in: None, the dtype of head, or
-            float32, rounded once at the end.
-        axis_name: JAX's counterpart of `group`: inside of jax.shard_map, the axis of the mesh that the classes are cut
-            over. head, bias and class_weight are this device's, and everything else is the same on all devices of the
-            axis.
+        algorithm: "speed" computes the gradients with the loss: three products. "recompute" computes the logits again
+            in the backward: four products, and little memory in between. "auto" chooses as linear_cross_entropy of
+            PyTorch does, from the sizes, the outputs and workspace_bytes, for JAX's default backend. The backward
+            always recomputes in float16, with axis_name, and with reduction "none" unless only hidden has a gradient.
+        workspace_bytes: the most scratch memory that a call should take; None: a default that suits the device.
+        grad_head_dtype: the dtype of the sum over chunks of the head's gradient: None, the dtype of head; or float32,
+            rounded once at the end.
+        axis_name: JAX's counterpart of `group`: inside of jax.shard_map, the mesh axis that cuts the classes. head,
+            bias and class_weight are this device's; everything else is the same on all devices of the axis.
 
     Returns:
-        As cross_entropy. Of rows that are ignored or of weight 0 all outputs are 0; on the CPU they are left out before
-        the first product.
+        As in cross_entropy. All outputs of ignored rows and of rows of weight 0 are 0; on the CPU these rows are left
+        out before the first product.
 
     Raises:
-        As cross_entropy.
+        As in cross_entropy.
 
-    Derivatives, of first order, are those of loss, lse and entropy with respect to hidden, head and bias; those that
-    are not needed are not computed. The other outputs count as constant; a derivative with respect to another argument
-    is a NotImplementedError.
+    Loss, lse and entropy have first derivatives with respect to hidden, head and bias; only the gradients that are
+    needed are computed. The other outputs count as constant; a derivative with respect to another argument is a
+    NotImplementedError.
 
     Example:
         >>> import jax, jax.numpy as jnp, eaves.jax
@@ -106,7 +105,7 @@ def linear_cross_entropy(
 def loss_of_head(
     loss: HeadLoss, hidden: Any, head: Any, bias: Any, more: LossArrays, axis_name: str | None
 ) -> jax.Array | CrossEntropyOutput:
-    """Checks what concerns the head."""
+    """The loss, after the checks of the head and its options."""
     op, layout, algorithm, workspace_bytes = loss.op, loss.head_layout, loss.algorithm, loss.workspace_bytes
     hidden, head, bias = checked_head(op, hidden, head, bias, layout)
     if algorithm not in _ALGORITHMS:
@@ -126,7 +125,7 @@ def loss_of_head(
 def checked_head(
     op: str, hidden: Any, head: Any, bias: Any, layout: str, names: tuple[str, str] = ("hidden", "head")
 ) -> tuple[Any, Any, Any]:
-    """The three as arrays, of shapes that can be multiplied."""
+    """The three as arrays, with shapes that can be multiplied."""
     hidden, head = jnp.asarray(hidden), jnp.asarray(head)
     if layout not in _LAYOUTS:
         raise ValueError(f'{op}: head_layout is {layout!r}, expected "vd" or "dv"')
@@ -141,8 +140,8 @@ def checked_head(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadLoss(Loss):
-    """Its inputs are hidden states, head and bias. The reduced loss has derivatives, because its forward may compute
-    them."""
+    """A loss with a head; its inputs are hidden states, head and bias. The reduced loss has derivatives, because its
+    forward may compute them."""
 
     head_layout: str
     algorithm: str = "auto"
@@ -165,7 +164,7 @@ class HeadLoss(Loss):
         return is_soft(more.targets) or more.class_weight is not None
 
     def is_speed(self, inputs: Any, more: LossArrays, wants: Wanted) -> bool:
-        """The core's choice for the default backend. A traced call has no device yet."""
+        """The core's choice for JAX's default backend, because a traced call has no device yet."""
         hidden, head, _ = inputs
         if self.algorithm == "recompute" or self.shard is not None:
             return False

@@ -76,7 +76,8 @@ def linear_kl_div(
 ) -> jax.Array | KlDivOutput:
     """The divergence of a student's head from its teacher, for distillation, without ever holding all the logits.
 
-    With the student's probabilities s = softmax(z' / T), its logits z' behind scale and softcap, and the teacher's t:
+    The student has the probabilities s = softmax(z' / T), with its logits z' after scale and softcap; the teacher has
+    t:
 
         "forward"            KL(t || s) = sum_v t_v * (log t_v - log s_v)
         "reverse"            KL(s || t)
@@ -86,43 +87,47 @@ def linear_kl_div(
     Args:
         hidden: the student's hidden states, [..., D]; float16, bfloat16, float32 or float64.
         head: [V, D], or [D, V] with head_layout="dv", in the dtype of hidden.
-        teacher_hidden, teacher_head: the teacher's, [..., E] and [V, E] (or [E, V]), in a dtype of their own.
-        teacher_logits, teacher_log_probs, teacher_probs: instead of them, [..., V], of any floating-point type. All are
-            divided by T as logits are, log-probabilities and logarithms of probabilities too (of a top K see
-            teacher_rest).
-        teacher_tokens: the teacher's top K tokens, [..., K], int32 or int64, each at most once (the result of a row
-            with one twice is undefined); teacher_log_probs are those of these tokens then, [..., K]. A token below 0,
-            or a log-probability of -inf, is padding; a row of padding alone has divergence 0.
-        teacher_rest: the probability beside the top K. "class": one class more of both. "renormalize": teacher and
-            student each add up to 1 over the K. "zero": the teacher alone does, and has 0 elsewhere; "reverse" is
-            refused. "ignore": the sum over the K of both as they are, which may be below 0. "class" and "ignore"
-            take no temperature but 1, because the rest at another one is unknown: pass log-probabilities served at the
-            temperature T and scale=1/T (with a softcap c, softcap=c/T). "renormalize" and "zero" take any.
-        targets: None, or of each row a class: compared with ignore_index, and the classes of the hard loss.
+        teacher_hidden, teacher_head: the teacher's hidden states and head, [..., E] and [V, E] (or [E, V]), in a dtype
+            of their own.
+        teacher_logits, teacher_log_probs, teacher_probs: numbers of each class in place of the teacher's head,
+            [..., V], of any floating-point type. T divides them as logits, including log-probabilities and the
+            logarithms of probabilities (for a top K see teacher_rest).
+        teacher_tokens: the teacher's top K tokens, [..., K], int32 or int64, each at most once in a row (otherwise the
+            row's result is undefined). teacher_log_probs are then the log-probabilities of these tokens, [..., K]. A
+            token below 0, or a log-probability of -inf, is padding; a row of padding alone has divergence 0.
+        teacher_rest: how the probability outside of the top K counts. "class": as one more class of both.
+            "renormalize": teacher and student each add up to 1 over the K. "zero": only the teacher does, and is 0
+            elsewhere; "reverse" is refused. "ignore": the sum over the K of both as they are, which may be negative.
+            "class" and "ignore" take no temperature other than 1, because the rest at another temperature is unknown:
+            pass log-probabilities served at the temperature T and scale=1/T (with a softcap c also softcap=c/T).
+            "renormalize" and "zero" take any temperature.
+        targets: None, or a class for each row. They are compared with ignore_index, and are the classes of the hard
+            loss.
         bias, teacher_bias: [V], in the dtype of the hidden states or float32.
-        scale, softcap, teacher_scale, teacher_softcap: as scale and softcap of linear_cross_entropy; the teacher's go
-            with teacher_hidden and teacher_logits, teacher_bias with teacher_hidden.
-        temperature: T, a positive number; or an array with one for each row, the shape of hidden without D, whose axes
-            may be 1 or missing at the end; None: 1.
+        scale, softcap, teacher_scale, teacher_softcap: like scale and softcap of linear_cross_entropy. The teacher's
+            two need teacher_hidden or teacher_logits; teacher_bias needs teacher_hidden.
+        temperature: T, a positive number; or an array with one number for each row, the shape of hidden without D, with
+            axes that may be 1 or missing at the end; None: 1.
         row_weight, ignore_index, reduction, normalizer: as in linear_cross_entropy.
-        beta: from 0 to 1, for "jsd", the teacher's weight. At its limits the divergence is another: 0 is "forward", 1
-            "reverse".
-        hard_weight: a row's loss is its divergence, and hard_weight times the cross entropy of its target, which no
-            temperature divides.
-        outputs: the names of more outputs, one or a sequence of them, a number for each row: "divergence", "hard_loss",
-            without row_weight; "entropy" of s; "lse" of z' / T; the constant "teacher_lse", not of a top K.
-        workspace_bytes: the size that chunks of rows are cut for; None: 512 MiB on a GPU, 32 MiB on the CPU.
-        axis_name: as in linear_cross_entropy: head, bias, teacher_head, teacher_bias, and a teacher's [..., V] are this
-            device's classes.
+        beta: from 0 to 1, for "jsd", the teacher's weight. At the limits it selects another divergence: 0 is "forward",
+            1 is "reverse".
+        hard_weight: None, or a number. A row's loss is then its divergence + hard_weight times the cross entropy of its
+            target, which the temperature does not divide.
+        outputs: the names of more outputs, one or a sequence of them, each a number for each row: "divergence" and
+            "hard_loss", without row_weight; "entropy" of s; "lse" of z' / T; the constant "teacher_lse", not with a top
+            K.
+        workspace_bytes: the scratch memory that sets the size of the chunks; None: 512 MiB on a GPU, 32 MiB on the CPU.
+        axis_name: as in linear_cross_entropy: head, bias, teacher_head, teacher_bias, and teacher values of [..., V]
+            have this device's classes.
 
     Returns:
         The loss: float32, or float64 for a float64 hidden. With outputs, a named tuple: the loss, then the outputs in
-        the order of their names. Rows that are ignored or of weight 0 have 0 everywhere.
+        the order of their names. Ignored rows and rows of weight 0 have 0 everywhere.
 
     Raises:
-        As cross_entropy. A target that is no class makes the loss NaN.
+        As in cross_entropy. A target that is no class makes the loss NaN.
 
-    With "mean" and "sum" the gradients are computed with the loss: four matrix products, three with a frozen head; with
+    With "mean" and "sum" the gradients are computed with the loss: four matrix products, three with a frozen head. With
     "none", and for a gradient of an output, the backward computes the logits again. The teacher has no derivative.
 
     Example:
@@ -188,7 +193,7 @@ def linear_kl_div(
 
 
 class _Arrays(NamedTuple):
-    """All but the student's. `counts`: which rows do, None for all."""
+    """All arrays but the student's. `counts` marks the rows that count; None: all rows."""
 
     counts: Any
     targets: Any
@@ -200,7 +205,7 @@ class _Arrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Loss(Loss):
-    """Its inputs are hidden states, head and bias."""
+    """linear_kl_div; its inputs are hidden states, head and bias."""
 
     settings: Settings
     hard_weight: float = 0.0
@@ -228,7 +233,7 @@ class _Loss(Loss):
     def forward(
         self, inputs: Any, more: Any, names: Sequence[str], wants: Wanted | None = None
     ) -> tuple[dict[str, jax.Array], list[jax.Array]]:
-        """The gradients are those of the sum, rounded as such, and then of the mean."""
+        """The gradients are first the gradients of the sum, rounded, and then of the mean."""
         weight = jnp.ones(self.rows(inputs), result_dtype(inputs[0])) if more.row_weight is None else more.row_weight
         upstream = {"divergence": weight, "hard_loss": self.hard_weight * weight if self.hard_weight else None}
         terms = [name for name, each in upstream.items() if each is not None]
@@ -262,7 +267,7 @@ class _Loss(Loss):
     def call(
         self, inputs: Any, more: Any, names: tuple[str, ...], wants: Wanted | None, upstream: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Any]]:
-        """Outputs of rows by name, and the gradients that are wanted."""
+        """The outputs of the rows by name, and the wanted gradients."""
         hidden, head, bias = inputs
         rows, dtype = self.rows(inputs), jnp.dtype(result_dtype(hidden))
         of_rows = row_factors(len(rows))
@@ -293,7 +298,7 @@ class _Loss(Loss):
             return {}, []
         if self.settings.axis_name is None:
             found = call_core(_OP, _OP, arrays, results, Divergence, settings=self.settings)
-        else:  # its sums over the axis are the same on each device, and no array is cut any further
+        else:  # the sums over the axis are equal on all devices, and no array is cut further
             present = {operand: array for operand, array in arrays.items() if array is not None}
             own = Divergence(_OP, _OP, tuple(present), tuple(results), settings=self.settings)
             found = own.run(*present.values())
@@ -329,7 +334,7 @@ def _divergence_of(divergence: str, beta: float) -> tuple[str, float]:
 
 
 def _positive(name: str, value: Any) -> float:
-    """A positive number, 1 for None."""
+    """A positive number; 1 for None."""
     number: float = 1.0 if value is None else number_of(_OP, name, value)
     if not number > 0:
         raise ValueError(f"{_OP}: {name} is {number}, expected a positive number")

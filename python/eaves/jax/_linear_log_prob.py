@@ -50,25 +50,25 @@ def linear_log_prob(
     axis_name: str | None = None,
     **unknown: object,
 ) -> jax.Array | LogProbOutput:
-    """The log-probability of one token for each row of `hidden`, of the softmax over a head's logits.
+    """The log-probability of one token for each row of `hidden`, under the softmax over a head's logits.
 
-        log_prob = z'_t / T - log sum_v exp(z'_v / T)        with the temperature T, behind the softcap
+        log_prob = z'_t / T - log sum_v exp(z'_v / T)        with the temperature T, after the softcap
 
     Args:
         hidden, head, head_layout, bias, workspace_bytes, axis_name: as in linear_cross_entropy.
-        tokens: of each row a class, int32 or int64.
+        tokens: a class for each row, int32 or int64.
         temperature: T, a positive number; None: 1.
         softcap, scale, ignore_index: as in linear_cross_entropy; an ignored row has log-probability 0.
-        outputs: the names of more outputs, one or a sequence of them, a number for each row: "entropy" of the row's
-            softmax, in nats, which has a derivative; "is_top1", whether the token is the one with the largest logit;
-            "sum_sq", "mean_logit", as in eaves.log_prob.
+        outputs: the names of more outputs, one or a sequence of them, each a number for each row: "entropy", the
+            entropy of the row's softmax in nats, which has a derivative; "is_top1", whether the token has the largest
+            logit; "sum_sq", "mean_logit", as in eaves.log_prob.
 
     Returns:
-        [...], float32, or float64 for a float64 hidden. With outputs, a named tuple: the log-probabilities as log_prob,
-        then the outputs in the order of their names.
+        [...], float32, or float64 for a float64 hidden. With outputs, a named tuple: first the field log_prob, then the
+        outputs in the order of their names.
 
     Raises:
-        As cross_entropy.
+        As in cross_entropy.
 
     Example:
         >>> import jax.numpy as jnp, eaves.jax
@@ -97,7 +97,7 @@ def linear_log_prob(
     )  # fmt: skip
     output: Any = loss_of_head(loss, hidden, head, bias, LossArrays(tokens), axis_name)
     if not names:
-        log_prob: jax.Array = 0 - output  # of ignored rows 0, where -output would be -0
+        log_prob: jax.Array = 0 - output  # 0 for ignored rows, where -output would be -0
         return log_prob
     loss, *found = output
     if "is_top1" in names:
@@ -107,7 +107,7 @@ def linear_log_prob(
 
 
 def _tempered(name: str, value: Any, temperature: float) -> float:
-    """A number of z', which the temperature divides."""
+    """A number of z', divided by the temperature."""
     number: float = number_of(_OP, name, value)
     if not number > 0:
         raise ValueError(f"{_OP}: {name} is {number}, expected a positive number")

@@ -26,15 +26,15 @@ def logsumexp(
 
         out = log(sum over axis of exp(x)),    dL/dx = dL/dout * exp(x - out)
 
-    One pass over x, sums in float32 (float64 for a float64 x), rounded once; the gradient is computed from sums in
-    float32, whatever the dtype of x (M. Milakov, N. Gimelshein, arXiv:1805.02867). Kept for the gradient are x and two
-    numbers for each row.
+    The forward reads x once, sums in float32 (float64 for a float64 x) and rounds once (M. Milakov, N. Gimelshein,
+    arXiv:1805.02867). The gradient is computed from sums in float32, whatever the dtype of x; the forward keeps x and
+    two numbers for each row.
 
     Args:
         x: at most 16 axes; float16, bfloat16, float32, float64; integers and bools are converted to float32.
-        axis: the axis or axes summed over; None: all.
+        axis: the axis or axes to sum over; None: all.
         keepdims: whether the summed axes stay, with size 1.
-        dtype: of the result: that of x (the default), or float32.
+        dtype: the dtype of the result: the dtype of x (the default), or float32.
 
     Raises:
         ValueError: `axis` names an axis that x does not have, or one twice; `dtype` is neither x's nor float32.
@@ -57,7 +57,7 @@ def logsumexp(
         x = x.astype(jnp.float32)
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     axes = _axes_of(x, axis)
-    if not axes:  # of a scalar, or none were named: a sum of one element
+    if not axes:  # a scalar, or no axes: each sum has one element
         x, axes, keepdims = x[..., None], (-1,), False
     result: jax.Array = _of(axes, bool(keepdims), dtype)(x)
     return result
@@ -76,7 +76,7 @@ def _of(axes: tuple[int, ...], keepdims: bool, dtype: Any) -> Any:
     call = functools.partial(call_core, _OP, numbers=(("axes", axes), ("keepdim", keepdims)))
 
     def forward(x: jax.Array, wants_lse: bool) -> tuple[jax.Array, jax.Array]:
-        """The result, and what the gradient needs of it."""
+        """The result, and the lse that the gradient needs."""
         accumulator = jnp.promote_types(x.dtype, jnp.float32)
         factors, kept, shape = _rows(x, axes, keepdims)
         results = [Result("out", kept, shape=shape, dtype=dtype)]
@@ -107,7 +107,7 @@ def _of(axes: tuple[int, ...], keepdims: bool, dtype: Any) -> Any:
 
 
 def _rows(x: Any, axes: tuple[int, ...], keepdims: bool) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]:
-    """The factors of x, and factors and shape of the result. An axis of size 1 that is kept is a factor of its own."""
+    """The factors of x, and factors and shape of the result. A kept axis of size 1 is a factor of its own."""
     reduced = {axis + x.ndim for axis in axes}
     factors = tuple(f"c{axis}" if axis in reduced else f"r{axis}" for axis in range(x.ndim))
     kept = [axis for axis in range(x.ndim) if keepdims or axis not in reduced]

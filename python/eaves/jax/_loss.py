@@ -1,4 +1,4 @@
-"""The way of both losses through JAX: the forward, its derivatives, and the same over a vocabulary in shards."""
+"""The shared code of the losses for JAX: the forward, its derivatives, and the same over a vocabulary in shards."""
 
 # mypy: disallow-untyped-calls=False
 
@@ -28,7 +28,8 @@ class CrossEntropyOutput(CrossEntropyOutputs[jax.Array], Protocol):
 
 
 class LossArrays(NamedTuple):
-    """The arrays that both losses take beside logits or a head. `divisor`: of the mean, first the user's normalizer."""
+    """The arrays that a loss takes beside logits or a head. `divisor` is the divisor of the mean; at first it is the
+    user's normalizer."""
 
     targets: Any
     class_weight: Any = None
@@ -36,7 +37,8 @@ class LossArrays(NamedTuple):
     divisor: Any = None
 
     def checked(self, op: str, like: jax.Array, rows: tuple[int, ...], probabilities: Any, mode: int) -> LossArrays:
-        """As the core takes them: `like` has the dtype, `probabilities` is the shape of targets that are some."""
+        """The arrays in the form that the core takes. `like` gives the dtype; `probabilities` is the shape of soft
+        targets."""
         dtype = result_dtype(like)
         targets = _options.targets_of(op, self.targets, probabilities)
         weight = None if self.class_weight is None else jnp.asarray(self.class_weight)
@@ -50,9 +52,10 @@ class LossArrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A loss, as it is known while JAX traces. `inputs` are the arrays with derivatives: logits, or hidden states, head
-    and bias. `mode` is the reduction of the function that has derivatives, whose backward writes over the first input
-    if `inplace`. `names` are pairs of an argument's name in the core and in the user's function, if they differ."""
+    """The parts of a loss that are known while JAX traces. `inputs` are the arrays with derivatives: logits, or hidden
+    states, head and bias. `mode` is the reduction of the differentiable function; with `inplace` its backward writes
+    over the first input. `names` are pairs of an argument's name in the core and in the user's function, if they
+    differ."""
 
     op: str  # the function that the user called
     options: Numbers
@@ -63,14 +66,14 @@ class Loss:
     inplace: bool = False
     axis: int = -1
 
-    core: ClassVar[str]  # the prefix of its functions in the core
+    core: ClassVar[str]  # the prefix of the loss's functions in the core
     cut: ClassVar[tuple[str, int]]  # name and place of the input that axis_name cuts
-    skips_ignored: ClassVar[bool]  # the core leaves rows out, and would write no statistics of them
+    skips_ignored: ClassVar[bool]  # the core leaves ignored rows out, without statistics
     differentiable: ClassVar[tuple[str, ...]] = ("lse", "entropy")  # outputs with a derivative
     named: ClassVar[str] = "CrossEntropyOutput"
 
     def shape(self, inputs: Any) -> tuple[int, ...]:
-        """Of the logits, which have the classes on `axis`."""
+        """The shape of the logits, which have the classes on `axis`."""
         raise NotImplementedError
 
     def rows(self, inputs: Any) -> tuple[int, ...]:
@@ -93,18 +96,18 @@ class Loss:
         return ("lse", "target_mass") if self.needs_target_mass(more) else ("lse",)
 
     def is_speed(self, inputs: Any, more: LossArrays, wants: Wanted) -> bool:
-        """Whether the forward computes the gradients too."""
+        """True if the forward computes the gradients too."""
         return False
 
     def numbers(self, mode: int) -> Numbers:
-        """The numbers of a call with this reduction. Targets of a shard's call have IGNORED for ignored ones."""
+        """The numbers of a call with this reduction. In a shard's call the targets mark ignored rows by IGNORED."""
         if self.shard is None:
             return (("reduction", mode), *self.options)
         options = (each for each in self.options if each[0] != "ignore_index")
         return (("reduction", mode), *options, ("classes", self.shard.classes))
 
     def statistics_numbers(self, names: Sequence[str]) -> Numbers:
-        """What a shard has to be told before it computes."""
+        """The numbers of a shard's call for statistics."""
         return (*self.numbers(NONE), ("is_for_mean_logit", "mean_logit" in names))
 
     @property
@@ -122,7 +125,7 @@ class Loss:
         if weight is None and row_weight is None:
             return counts.sum().astype(dtype)
         if row_weight is not None:
-            counts &= row_weight != 0  # whatever the class weighs
+            counts &= row_weight != 0  # for any class weight
         if weight is not None:
             weights = weights * target_weights(self.shard, targets, weight.astype(dtype))
         return _reductions.as_divisor(_reductions.total(jnp.where(counts, weights, 0)))
@@ -130,7 +133,7 @@ class Loss:
     def forward(
         self, inputs: Any, more: LossArrays, names: Sequence[str], wants: Wanted | None = None
     ) -> tuple[dict[str, jax.Array], list[jax.Array]]:
-        """The losses of the rows and the outputs of these names; with `wants` also gradients of the reduced loss."""
+        """The rows' losses and the outputs of these names; with `wants` also the gradients of the reduced loss."""
         if self.shard is not None:
             return self.of_shards(self.shard, inputs, more, names), []
         arrays, rows, dtype = self.arrays(inputs, more), self.rows(inputs), result_dtype(inputs[0])
@@ -144,7 +147,7 @@ class Loss:
         return dict(zip(names, written)), list(written[len(names) :])
 
     def of_shards(self, shard: Shard, inputs: Any, more: LossArrays, names: Sequence[str]) -> dict[str, jax.Array]:
-        """The forward with some of the classes on each device."""
+        """The forward of a vocabulary that is cut over devices."""
         rows, dtype = self.rows(inputs), result_dtype(inputs[0])
         factors = row_factors(len(rows))
         own = more._replace(targets=shard.targets(more.targets, self.ignore_index, self.skips_ignored), row_weight=None)
@@ -177,8 +180,8 @@ class Loss:
     def backward(
         self, inputs: Any, more: LossArrays, kept: dict[str, Any], wants: Wanted, upstream: Sequence[Any]
     ) -> list[Any]:
-        """The gradients of the inputs that want one; `upstream`: the gradients of the loss and of the differentiable
-        outputs, or None."""
+        """The gradients of the inputs that want one. `upstream` has the gradients of the loss and of the differentiable
+        outputs; each may be None."""
         grad_loss, grad_lse, grad_entropy = upstream
         rows, is_per_row = self.rows(inputs), self.mode == NONE
         factors = row_factors(len(rows))
@@ -203,12 +206,12 @@ class Loss:
         return wants.by_place(gradients)
 
     def as_inputs(self, gradients: Sequence[Any], inputs: Any) -> tuple[Any, ...]:
-        """The gradients, in the dtypes of the inputs."""
+        """The gradients, converted to the dtypes of the inputs."""
         return tuple(None if each is None else each.astype(of.dtype) for each, of in zip(gradients, inputs))
 
 
 def _results(names: Sequence[str], rows: tuple[int, ...], dtype: Any) -> list[Result]:
-    """Outputs with a number for each row; lse has two, which the backward needs."""
+    """The results of these names, each with a number for each row; lse has the two numbers that the backward needs."""
     factors = row_factors(len(rows))
     return [
         Result(name, (*factors, *_LSE_FACTORS), shape=(*rows, 2), dtype=jnp.dtype(dtype))
@@ -248,7 +251,7 @@ def _differentiable(loss: Loss) -> Any:
             return None, None
         if gradients is not None and not has_outputs:
             assert grad_loss is not None
-            factor = grad_loss[..., None] if loss.mode == NONE else grad_loss  # of hidden's gradient alone
+            factor = grad_loss[..., None] if loss.mode == NONE else grad_loss  # only hidden has a gradient
             gradients = [None if each is None else _scaled(each, factor) for each in gradients]
         else:
             gradients = loss.backward(inputs, more, kept, wants, (grad_loss, *of_outputs))
@@ -259,17 +262,18 @@ def _differentiable(loss: Loss) -> Any:
 
 
 def _scaled(gradient: jax.Array, factor: Any) -> jax.Array:
-    """Zeros of rows that do not count stay, whatever the factor is."""
+    """gradient * factor, but zeros stay 0 for any factor, because their rows may not count."""
     scaled = (gradient * factor).astype(gradient.dtype)  # in float32; XLA leaves out a factor that is known to be 1
     return jnp.where(gradient == 0, gradient, scaled)
 
 
 def loss_of(loss: Loss, inputs: tuple[Any, ...], more: LossArrays, mode: int, axis_name: str | None) -> Any:
-    """The loss, reduced, or with outputs a named tuple, in which loss, lse and entropy alone have derivatives."""
+    """The reduced loss; with outputs a named tuple. Of its fields only loss, lse and entropy have derivatives."""
     rows, shape, (name, place) = loss.rows(inputs), loss.shape(inputs), loss.cut
     targets, class_weight, row_weight, divisor = more.checked(loss.op, inputs[0], rows, shape, mode)
     shard = shard_of(loss.op, axis_name, name, inputs[place], shape[loss.axis], targets, loss.outputs)
-    # This device's classes, and what is the same on all devices of the axis: both vary over the other axes of a mesh.
+    # Inputs and class weights are this device's; the other arrays are the same along axis_name. Both vary over the
+    # other mesh axes.
     axes = varying(*inputs, targets, class_weight, row_weight, divisor)
     of_whole = axes if shard is None else axes - {shard.axis_name}
     targets, row_weight, divisor = (vary(each, of_whole) for each in (targets, row_weight, divisor))
@@ -278,7 +282,7 @@ def loss_of(loss: Loss, inputs: tuple[Any, ...], more: LossArrays, mode: int, ax
 
 
 def reduced_loss(loss: Loss, inputs: tuple[Any, ...], more: Any, mode: int) -> Any:
-    """Of checked arguments."""
+    """The loss of checked arguments."""
     rows, divisor = loss.rows(inputs), more.divisor
     if mode == MEAN and divisor is None:
         divisor = loss.divisor(more, rows, result_dtype(inputs[0]))

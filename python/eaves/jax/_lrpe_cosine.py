@@ -45,24 +45,24 @@ def lrpe_cosine(
     Args:
         x: [B, N, H, D] (batch, positions, heads, features), or as `layout` says; float16, bfloat16, float32 or float64.
         theta: [H, E], or [1, E] for all heads; in the dtype of x or float32.
-        grid: the sizes of a grid that the positions behind the extra tokens fill; None: an ordinary sequence.
-        extra_tokens: how many positions at the front have angle 0.
-        offset: added to each coordinate. An int is a constant of the program; an array, of one element or [B], is not,
-            and serves decoding.
-        positions: instead of counting, [N] or [B, N], int32 or int64.
-        cu_seqlens: where each of S packed sequences starts, and N: [S + 1], int32 or int64.
+        grid: the sizes of a grid, which the positions after the extra tokens fill; None: an ordinary sequence.
+        extra_tokens: the number of positions at the front that have angle 0.
+        offset: a number that is added to each coordinate. An int is a constant of the program. An array, of one element
+            or [B], is not a constant, which suits decoding.
+        positions: the position of each token, in place of counting: [N] or [B, N], int32 or int64.
+        cu_seqlens: the start of each of S packed sequences, and N: [S + 1], int32 or int64.
         activation: "none", "relu", "sigmoid", "silu" or "softmax".
-        activation_dim: of a softmax: -1, over the features, or -2, over the sequence.
+        activation_dim: the axis of a softmax: -1 is the features, -2 the sequence.
         layout: "bnhd" or "bhnd".
 
     Returns:
-        The shape of x with twice its features, in the dtype of x.
+        An array with the shape of x and twice its features, in the dtype of x.
 
     Raises:
-        ValueError: an array or a number is not as above; on the CPU also cu_seqlens that are none, when the call runs.
+        ValueError: an array or a number is not as above; on the CPU also an invalid cu_seqlens, when the call runs.
         NotImplementedError: a dtype or a shape that eaves does not have, cu_seqlens with a softmax over the sequence.
 
-    x and theta have derivatives, of first order; gradients that are not needed are not computed.
+    x and theta have first derivatives; only the gradients that are needed are computed.
 
     Example:
         >>> import jax.numpy as jnp, eaves.jax
@@ -101,7 +101,7 @@ def lrpe_cosine(
 
 @dataclasses.dataclass(frozen=True)
 class _Setting:
-    """What is known while JAX traces."""
+    """The settings that are known while JAX traces."""
 
     grid: tuple[int, ...]
     extra_tokens: int
@@ -192,7 +192,7 @@ def _theta_factors(heads: int, theta: Any) -> tuple[str, ...]:
 
 
 def _angles(setting: _Setting, x: Any, theta: Any, offsets: Any, positions: Any, cu_seqlens: Any) -> Arrays:
-    """`x` or what has its heads and positions."""
+    """The operands of the angles. `x` may be any array with the heads and positions of x."""
     heads, length = setting.heads(x), x.shape[2 if setting.heads_first else 1]
     arrays: Arrays = {Operand("theta", _theta_factors(heads, theta), per_row=False): theta}
     if offsets is not None:

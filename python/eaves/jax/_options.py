@@ -1,4 +1,4 @@
-"""Arguments of the losses, checked as the core takes them."""
+"""Arguments of the losses, checked and in the form that the core takes."""
 
 # mypy: disallow-untyped-calls=False
 
@@ -20,15 +20,15 @@ from eaves.jax._library import TABLE
 IGNORED = -100
 CLASS_DTYPES = ("int32", "int64")
 
-# The core's table: by the user's name of each option the core's name and the default.
+# The core's table: the user's name of each option -> the core's name and the default.
 _TABLE = {row["keyword"].replace("-", "_"): (row["name"], row["default"]) for row in TABLE["loss_options"]}
 
-# The core's arguments that the user knows by another name, and that name.
+# The core's arguments whose name in the user's functions differs, and that name.
 NAMES = tuple((name, keyword) for keyword, (name, _) in _TABLE.items() if name != keyword)
 
 
 def number_of(op: str, name: str, value: Any, as_number: Callable[[Any], Any] = float) -> Any:
-    """An option, which has to be known while JAX traces."""
+    """An option as a number; it has to be known while JAX traces."""
     try:
         if isinstance(value, (str, bool)):  # which float() would read
             raise TypeError
@@ -44,7 +44,7 @@ def number_of(op: str, name: str, value: Any, as_number: Callable[[Any], Any] = 
 
 
 def axis_of(op: str, name: str, array: jax.Array, axis: Any) -> int:
-    """An axis of `array`, the argument `name`, counted from the end: an axis of jax.vmap comes in front."""
+    """An axis of `array`, the argument `name`, counted from the end, because jax.vmap adds an axis at the front."""
     rank, axis = array.ndim, number_of(op, "axis", axis, operator.index)
     if not -rank <= axis < rank:
         raise ValueError(f"{op}: axis is {axis}, expected {-rank} to {rank - 1} ({name} has {rank} axes)")
@@ -52,7 +52,7 @@ def axis_of(op: str, name: str, array: jax.Array, axis: Any) -> int:
 
 
 def options_of(op: str, ignore_index: int, **given: float | None) -> tuple[tuple[str, Any], ...]:
-    """The options that differ from their defaults, as numbers of a call."""
+    """The options that differ from their defaults, as the numbers of a call."""
     numbers: list[tuple[str, Any]] = []
     index = number_of(op, "ignore_index", ignore_index, operator.index)
     if index != IGNORED:
@@ -73,7 +73,7 @@ def is_soft(targets: Any) -> bool:
 
 
 def targets_of(op: str, targets: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Classes, or probabilities of that shape."""
+    """The targets as an array: classes, or probabilities of this shape."""
     array = jnp.asarray(targets)
     if is_soft(array):
         if array.shape != shape:
@@ -91,7 +91,7 @@ def targets_of(op: str, targets: Any, shape: tuple[int, ...]) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def constant(op: str, name: str, array: jax.Array) -> jax.Array:
-    """The array, without a derivative: one is refused, while stop_gradient would make it 0."""
+    """The array, whose derivative is refused; stop_gradient would make it 0."""
     return array
 
 
@@ -110,7 +110,7 @@ def normalizer_of(op: str, normalizer: Any, mode: int, dtype: Any) -> jax.Array 
     array = jnp.asarray(normalizer, dtype)
     if array.size != 1:
         raise ValueError(f"{op}: normalizer has shape {list(array.shape)}, expected one element")
-    if isinstance(normalizer, (int, float, np.floating, np.integer)) and float(normalizer) < 0:  # not of an array
+    if isinstance(normalizer, (int, float, np.floating, np.integer)) and float(normalizer) < 0:  # not an array
         raise ValueError(f"{op}: normalizer is {normalizer}, expected a number that is not negative")
     return constant(op, "normalizer", array.reshape(()))
 

@@ -1,7 +1,7 @@
-"""Reductions of the losses of rows.
+"""Reductions of the rows' losses.
 
-The core gives the loss of each row. Sums over rows are taken here, of all rows on every device: so a loss has the same
-bits however the rows are cut over devices.
+The core computes the loss of each row. This file sums all rows, on every device, so a loss has the same bits however
+the rows are cut over devices.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -27,7 +27,7 @@ def _sum(rows: jax.Array) -> jax.Array:
 
 @functools.cache
 def _of_whole_array(rank: int) -> Any:
-    """The sum, of all rows on every device."""
+    """The function that sums all rows on every device."""
     partitioned = custom_partitioning(_sum)
 
     def partition(mesh: Any, operands: Any, result: Any) -> Any:
@@ -61,7 +61,7 @@ def _spread(rows: jax.Array, grad: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def total(rows: jax.Array) -> jax.Array:
-    """The sum of all rows, in an order that their number alone decides."""
+    """The sum of all rows, in an order that depends only on their number."""
     if rows.ndim == 0:
         return rows
     mesh = explicit_mesh(rows)
@@ -79,12 +79,14 @@ total.defvjp(
 
 
 def as_divisor(weights: jax.Array) -> jax.Array:
-    """A mean by weights that add up to 0 is 0: as by infinity. By infinite ones loss and gradient are NaN."""
+    """The divisor of a mean by weights: infinity if they add up to 0, so that the mean is 0; NaN if they add up to
+    infinity, so that loss and gradient are NaN."""
     return jnp.where(weights == 0, jnp.inf, jnp.where(jnp.isinf(weights), jnp.nan, weights))
 
 
 def _quotient(number: jax.Array, divisor: jax.Array) -> jax.Array:
-    """Of a sum that nothing counts in, 0. By a normalizer of 0 any other is infinite, and has gradient 0."""
+    """number / divisor: 0 if nothing counts in the sum. Any other number over a normalizer of 0 is infinite and has
+    gradient 0."""
     is_empty = jnp.isinf(divisor) | ((divisor == 0) & (number == 0))
     is_constant = is_empty | (divisor == 0)
     constant = jnp.where(is_empty, 0, jax.lax.stop_gradient(number) / divisor)
@@ -103,7 +105,7 @@ def reduced(rows: jax.Array, mode: int, divisor: jax.Array | None) -> jax.Array:
 
 
 def share_of(number: jax.Array, divisor: jax.Array | None) -> jax.Array:
-    """The factor of the rows in a mean's gradient; of a mean without rows, which is 0, 0."""
+    """The factor of the rows in a mean's gradient; 0 for a mean without rows, which is 0."""
     if divisor is None:
         return number
     return jnp.where(divisor == 0, 0, number / jnp.where(divisor == 0, 1, divisor))

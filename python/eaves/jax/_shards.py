@@ -1,9 +1,9 @@
 """A vocabulary that is cut over an axis of a mesh, inside of jax.shard_map.
 
-Each device computes the statistics of its own classes; one gather brings all of them to each device, and they are
-merged in the order of the classes. The core knows a shard by its first class; here that is known only where the program
-runs, because all devices run the same one. So targets count from the shard's first class instead, modulo the number of
-classes: classes of other shards come behind its own.
+Each device computes the statistics of its own classes. One gather brings all of them to each device, which merges them
+in the order of the classes. The core identifies a shard by its first class, but all devices run one program, and the
+first class is known only when it runs. So targets count from the shard's first class instead, modulo the number of
+classes: the classes of other shards follow the shard's own.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -35,8 +35,8 @@ class Shard(NamedTuple):
         return jax.lax.axis_index(self.axis_name) * self.own
 
     def targets(self, targets: jax.Array, ignore_index: int, replaces_ignored: bool = False) -> jax.Array:
-        """The targets as the shard's call takes them; ignored ones are IGNORED, or with `replaces_ignored` any class.
-        A target that is no class stays none."""
+        """The targets in the form that the shard's call takes. Ignored ones become IGNORED, or with `replaces_ignored`
+        some class. A target that is no class remains none."""
         is_class = (targets >= 0) & (targets < self.classes)
         moved = jnp.where(is_class, (targets - self.first()) % self.classes, self.classes)
         return jnp.where(targets == ignore_index, 0 if replaces_ignored else IGNORED, moved).astype(targets.dtype)
@@ -58,7 +58,7 @@ def shard_of(
     targets: jax.Array | None = None,
     outputs: Sequence[str] = (),
 ) -> Shard | None:
-    """Of `array`, the argument `name`, which has `own` classes here; without an axis none."""
+    """The shard of `array`, the argument `name`, which has `own` classes on this device; None without an axis."""
     if axis_name is None:
         return None
     if axis_name not in varying(array):
@@ -75,7 +75,7 @@ def shard_of(
 
 
 def target_weights(shard: Shard | None, targets: jax.Array, weight: jax.Array) -> jax.Array:
-    """The weight of each row's class, which one of the devices has."""
+    """The weight of each row's class. One of the devices has it."""
     if shard is None:
         return weight[jnp.clip(targets, 0, weight.shape[0] - 1)]
     place = targets - shard.first()
