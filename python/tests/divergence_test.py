@@ -213,7 +213,9 @@ def test_statistics_and_the_gradient_at_once_have_the_same_bits(
     case = Case(device, divergence, classes, **options)
     arguments = case.student, case.teacher, case.temperature, case.settings
     expected = case.statistics()
-    for upstream in (case.factors, RowFactors(1.0), RowFactors(case.factors.divergence.masked_fill(_odd_rows(device), 0))):
+    is_odd = torch.arange(ROWS, device=device).unsqueeze(1) % 2 == 1
+    of_some_rows = RowFactors(case.factors.divergence.masked_fill(is_odd, 0))
+    for upstream in (case.factors, RowFactors(1.0), of_some_rows):
         for dtype in (torch.bfloat16, torch.float32):
             of_expected = case.gradient(upstream, dtype)
             out = torch.empty_like(of_expected)
@@ -226,10 +228,6 @@ def test_statistics_and_the_gradient_at_once_have_the_same_bits(
             case.student._replace(values=values), *arguments[1:], case.targets, upstream, values
         )  # fmt: skip
         assert torch.equal(values, of_expected)
-
-
-def _odd_rows(device: torch.device) -> Tensor:
-    return torch.arange(ROWS, device=device).unsqueeze(1) % 2 == 1
 
 
 @each("classes", SIZES)
