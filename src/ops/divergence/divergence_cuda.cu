@@ -759,7 +759,7 @@ void divergence_backward(const DivergenceBackwardArgs& args, const ExecutionCont
   const bool is_whole = args.statistics.is_present;
   const DeviceProperties& gpu = properties(args.inputs.student.values.device);
   if (is_whole && gpu.compute_capability < 90) {
-    divergence_forward({.inputs = args.inputs, .statistics = args.statistics}, context);
+    cuda::divergence_forward({.inputs = args.inputs, .statistics = args.statistics}, context);
   }
   dispatch(args.inputs, has_vectors(args.grad_values), [&]<typename T, bool kHasVectors>() {
     if (!is_whole || gpu.compute_capability < 90) {
