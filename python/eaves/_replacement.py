@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import threading
 import weakref
@@ -175,6 +176,24 @@ class ReplacementEverywhere(Replacement):
         return True
 
 
+class ReplacementOfLiger(ReplacementEverywhere):
+    """Liger also chooses a kernel for the loss of logits by name, and only "nvidia-triton" calls a function here."""
+
+    def is_active(self) -> bool:
+        """False too if set_impl or the environment chooses another kernel."""
+        return super().is_active() and self.other_kernel() is None
+
+    @staticmethod
+    def other_kernel() -> str | None:
+        """Its name. Liger's own resolve_impl would import every kernel, and log those that it cannot import."""
+        backends: Any = sys.modules.get("liger_kernel.backends")  # from 0.8.3 on
+        if backends is None:
+            return None
+        names = [f"LIGER_KERNEL_{each}" for each in ("IMPL_CROSS_ENTROPY", "BACKEND_CROSS_ENTROPY", "IMPL", "BACKEND")]
+        chosen = next(filter(None, map(os.environ.get, names)), backends.get_impl())
+        return None if chosen in ("nvidia-triton", "triton") else chosen
+
+
 def _identity(value: Any) -> object:
     """Of a bound method its parts: each look at one makes another object."""
     return (id(value.__self__), id(value.__func__)) if type(value) is MethodType else id(value)
@@ -251,7 +270,7 @@ INTEGRATIONS: dict[str, Integration] = {
             (("transformers.trainer", "Trainer.prediction_step"),),
             package="transformers",
         ),
-        ReplacementEverywhere(
+        ReplacementOfLiger(
             "liger",
             ("0.6.5", "0.7", "0.8"),
             *(

@@ -6,13 +6,14 @@
 
 Five of Liger's functions are replaced, in every module that has imported one: the linear cross entropy, which is behind
 use_liger_kernel of transformers, the cross entropy, the scaled cross entropy, and the linear JSD of `ops` and of
-`chunked_loss`. `eaves.liger.is_active()` says whether all are.
+`chunked_loss`. `eaves.liger.is_active()` says whether all are, and whether Liger calls them.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -63,7 +64,14 @@ def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep
             for their, (arguments, function) in zip(theirs, _FUNCTIONS, strict=True)
         )
 
-    return replacement.install(make)
+    installed = replacement.install(make)
+    if not replacement.is_active():
+        warnings.warn(
+            "eaves.liger: Liger computes the loss of logits with another kernel, which set_impl or the environment "
+            "(LIGER_KERNEL_IMPL_CROSS_ENTROPY, LIGER_KERNEL_BACKEND) chooses: it does not reach eaves",
+            stacklevel=2,
+        )
+    return installed
 
 
 uninstall, is_active = replacement.uninstall, replacement.is_active
