@@ -15,7 +15,8 @@ from linear_cross_entropy_cases import allowed_share
 from pairwise import pairwise
 
 F = torch.nn.functional
-pytestmark = pytest.mark.skipif(not INTEGRATIONS["torch"].is_known(), reason="a PyTorch without linear_cross_entropy")
+# With a PyTorch that has the function and that eaves.torch does not know, these tests fail in the words of install().
+pytestmark = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="a PyTorch without linear_cross_entropy")
 
 
 @pytest.fixture(autouse=True)
