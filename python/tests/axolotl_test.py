@@ -5,8 +5,10 @@ import importlib
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -186,9 +188,18 @@ def test_it_is_active_as_long_as_a_model_is_patched() -> None:
     assert step(model).output.logits.shape[:2] == (BATCH, LENGTH)
 
 
-def test_an_unknown_version_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_replacement, "version", lambda _: "0.18.0")
+@each("reason", ("unknown", "absent", "broken"))
+def test_a_plugin_that_cannot_be_imported_stops_the_run(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Axolotl prints an ImportError of a plugin and trains without it."""
     monkeypatch.delitem(sys.modules, "eaves.axolotl", raising=False)
-    # Axolotl catches a plugin's ImportError, prints it and trains without the plugin. A RuntimeError stops the run.
-    with pytest.raises(RuntimeError, match=r"axolotl 0\.18\.0, expected 0\.19\.x"):
+    if reason == "unknown":
+        monkeypatch.setattr(_replacement, "version", lambda _: "0.18.0")
+        sentence = r"axolotl 0\.18\.0, expected 0\.19\.x"
+    elif reason == "absent":
+        monkeypatch.setattr(_replacement, "version", mock.Mock(side_effect=PackageNotFoundError))
+        sentence = r"needs axolotl 0\.19\.x, which is not installed"
+    else:
+        monkeypatch.setitem(sys.modules, "eaves.hf", None)
+        sentence = r"eaves\.axolotl cannot be imported: .*eaves\.hf"
+    with pytest.raises(RuntimeError, match=sentence):
         PluginManager.get_instance().register(PLUGIN)
