@@ -57,7 +57,7 @@ def output_processor(
             gradient_accumulation_fusion the gradient of the weight is added to its main_grad, in that dtype; else it is
             summed in float32 and rounded once.
         output_weight: the embedding's weight where it is the head.
-        labels: [batch, all positions].
+        labels: [batch, all positions]; one of -100 (`ignore_index`) does not count.
         loss_mask: None, or [batch, all positions]; a place with 0 does not count.
         context: None, or options of eaves.linear_cross_entropy: label_smoothing, softcap, z_loss, ignore_index,
             algorithm, workspace_bytes, keep_bytes, skip_ignored. `label_smoothing` is Megatron's: it is spread over the

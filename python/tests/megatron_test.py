@@ -111,6 +111,21 @@ def test_options_of_the_loss() -> None:
     torch.testing.assert_close(found, ((theirs(0.0) + 0.1 * lse**2) * mask).detach(), rtol=1e-5, atol=1e-5)
 
 
+def test_a_label_of_minus_100_does_not_count_without_a_loss_mask() -> None:
+    model, given = tiny_gpt(V), batch()
+    del given["loss_mask"]
+    given["labels"][0, 3] = -100
+    others = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    others[0, 3] = False
+    expected = model(**given)
+    assert expected[0, 3] > 0  # Megatron's function takes it for a class of another rank
+    found = model(**given, output_processor=eaves.megatron.output_processor)
+    torch.testing.assert_close(found[others], expected[others], rtol=1e-5, atol=1e-6)
+    assert found[0, 3] == 0
+    (gradient,) = torch.autograd.grad(found[0, 3], model.output_layer.weight)
+    assert not gradient.any()
+
+
 @each(
     "option",
     (

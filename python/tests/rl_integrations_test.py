@@ -84,10 +84,13 @@ def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def of_megatron(
-    group: distributed.ProcessGroup, library: str, dtype: torch.dtype, is_ours: bool
+    group: distributed.ProcessGroup, library: str, dtype: torch.dtype, is_ours: bool, ignores: bool = False
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Log-probabilities and this rank's gradients of hidden states and head, of eaves or of the library's function."""
+    """Log-probabilities and this rank's gradients of hidden states and head, of eaves or of the library's function.
+    `ignores` says whether one token is -100."""
     hidden, head, tokens, upstream = problem(dtype)
+    if ignores:
+        tokens[0, 2] = -100
     rank, ranks = group.rank(), group.size()
     own = head.chunk(ranks)[rank].clone().requires_grad_()
     rest = (rank * 40 // ranks, (rank + 1) * 40 // ranks, 3, group, False)
@@ -134,6 +137,18 @@ def test_log_probabilities_over_the_ranks_of_megatron(library: str, cpu_ranks: R
                 error = (ours.double() - wanted).norm() / wanted.norm()
                 assert error <= (tolerance if is_ours else max(tolerance, 1e-4)), (library, ranks, dtype, is_ours)
             assert not is_ours or log_probs[0].dtype == (dtype if dtype == torch.float64 else torch.float32)
+
+
+@each("library", ("skyrl", "nemo_rl"))
+@each("is_ours", (True, False))
+def test_a_token_of_minus_100_has_no_gradient(library: str, is_ours: bool, cpu_ranks: Ranks) -> None:
+    (result,) = cpu_ranks.run(of_megatron, library, torch.float32, is_ours, True, ranks=1)
+    if result is None:
+        pytest.skip(f"{library} is not installed")
+    log_probs, of_hidden, _ = result
+    assert log_probs[0, 2] == 0 and (log_probs < 0).sum() == log_probs.numel() - 1
+    of_token = of_hidden[0, 2] if library == "skyrl" else of_hidden[2, 0]
+    assert bool(of_token.any()) == (not is_ours)  # theirs is that of the softmax, as of a token that other ranks have
 
 
 def without_a_graph_and_of_a_padded_piece(group: distributed.ProcessGroup, library: str) -> None:
