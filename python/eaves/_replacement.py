@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import MethodType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Integration:
@@ -77,6 +77,18 @@ class Module(Integration):
     def is_active(self) -> bool:
         module = sys.modules.get(f"eaves.{self.library}")
         return module is not None and bool(module.is_active())
+
+
+class Counted:
+    """The base of a class of eaves whose objects a library makes and calls. It counts them in `__new__`, because copies
+    and pickles call no `__init__`."""
+
+    _counted_by: ClassVar[Module]
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        made = super().__new__(cls)
+        cls._counted_by.objects.add(made)
+        return made
 
 
 Places = tuple[tuple[str, str], ...]  # (module, name)

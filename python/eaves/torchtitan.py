@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from eaves._parallel.shard import Shard
-from eaves._replacement import module_of
+from eaves._replacement import Counted, module_of
 from eaves._torch.checks import is_distributed
 from eaves._torch.head import check_algorithm
 from eaves._torch.options import numbers_of
@@ -34,7 +34,7 @@ _overrides: Any = import_module("torchtitan.config.override")
 is_active = integration.has_objects
 
 
-class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[misc]
+class FusedLoss(Counted, _losses.ChunkedLossWrapper):  # type: ignore[misc]
     """A ChunkedLossWrapper of CrossEntropyLoss that holds no logits, of any length of the sequence.
 
     `num_chunks` is not read: `workspace_bytes` says how much is computed at once. The gradients are computed
@@ -47,12 +47,13 @@ class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[misc]
         algorithm: str = "auto"
         workspace_bytes: int | None = None
 
+    _counted_by = integration
+
     def __init__(self, config: Any, *, compile_config: Any = None) -> None:
         super().__init__(config)
         if compile_config is not None and compile_config.enable and "loss" in compile_config.components:
             _losses.logger.info("eaves.torchtitan: the loss is one operator, which torch.compile does not change")
         self._options = {name: getattr(config, name) for name in ("z_loss", "algorithm", "workspace_bytes")}
-        integration.objects.add(self)
 
     def set_lm_head(self, lm_head: torch.nn.Module) -> None:
         self._of_head = _options_of(lm_head)

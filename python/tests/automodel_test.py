@@ -1,6 +1,7 @@
 """eaves.automodel: compared with Automodel's own losses and with the formula, called through Automodel's recipes, and
 with a head that FSDP2 shards."""
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,6 +176,8 @@ def test_info_says_whether_a_loss_is_alive(monkeypatch: pytest.MonkeyPatch) -> N
     integration = _replacement.INTEGRATIONS["automodel"]
     assert integration.is_known() and not is_active()
     loss = LinearCrossEntropy()
+    assert is_active()
+    loss = copy.deepcopy(loss)
     assert is_active()
     del loss
     name = "active where the configuration names eaves.automodel.LinearCrossEntropy"

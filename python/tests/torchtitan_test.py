@@ -1,6 +1,7 @@
 """eaves.torchtitan: the loss beside torchtitan's own chunked loss and the formula, the head in pieces, and steps of
 torchtitan's trainer (torchtitan_jobs.py)."""
 
+import copy
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -197,6 +198,8 @@ def test_info_says_whether_a_loss_is_alive(monkeypatch: pytest.MonkeyPatch) -> N
     assert integration.is_known() and not is_active()
     loss = ours(problem()[0])
     assert is_active() and "active in this process" in _info.text(_info.collect())
+    loss = copy.deepcopy(loss)
+    assert is_active()
     del loss
     assert not is_active() and f"active where the configuration names {LINE}" in _info.text(_info.collect())
     monkeypatch.setattr(_replacement, "version", lambda package: "0.4.0")
