@@ -43,7 +43,11 @@ LIBRARIES = {
                 f"tensor_parallel_hidden_states, target, output_weight_layer, {MEGATRON}=False",
             )
         },
-        {},
+        {  # of 0.6
+            "megatron.core.models.gpt": "GPTModel = None\n",
+            "megatron.core.parallel_state": "get_tensor_model_parallel_group = get_tensor_model_parallel_rank = None\n",
+            "megatron.core.utils": "deprecate_inference_params = get_pg_size = None\n",
+        },
     ),
     "prime_rl": Foreign(
         "0.8.0",
