@@ -21,19 +21,21 @@ class Integration:
     expects may differ."""
 
     def __init__(self, library: str, known: tuple[str, ...], *, package: str | None = None) -> None:
-        self.library, self.known, self._package = library, known, package or library
+        self.library, self.known, self.package = library, known, package or library
 
     def version(self) -> str | None:
         """The version of the installed library; None if it is not installed."""
         try:
-            return version(self._package)
+            return version(self.package)
         except PackageNotFoundError:
             return None
 
     def series(self) -> str | None:
         """The known release series of the installed library; None if it has none."""
-        found = self.version()
-        return next((series for series in self.known if f"{found}.".startswith(f"{series}.")), None)
+        return self.series_of(self.version())
+
+    def series_of(self, version: str | None) -> str | None:
+        return next((series for series in self.known if f"{version}.".startswith(f"{series}.")), None)
 
     def is_known(self) -> bool:
         return self.series() is not None
@@ -51,10 +53,10 @@ class Integration:
         """Raises ImportError if the library is not installed, RuntimeError if its version is unknown."""
         found, expected = self.version(), " or ".join(f"{series}.x" for series in self.known)
         if found is None:
-            raise ImportError(f"eaves.{self.library} needs {self._package} {expected}, which is not installed")
+            raise ImportError(f"eaves.{self.library} needs {self.package} {expected}, which is not installed")
         if not self.is_known():
             raise RuntimeError(
-                f"eaves.{self.library}: this is {self._package} {found}, expected {expected}: nothing is replaced"
+                f"eaves.{self.library}: this is {self.package} {found}, expected {expected}: nothing is replaced"
             )
 
 
@@ -297,7 +299,7 @@ INTEGRATIONS: dict[str, Integration] = {
             (("liger_kernel.ops", "LigerFusedLinearScaledCrossEntropyFunction"),),  # from 0.8.2 on
             package="liger-kernel",
         ),
-        Module("lm_eval", ("0.4.13",), "where the model is an eaves.lm_eval.HFLM"),
+        Module("lm_eval", ("0.4.13",), "where the model is an eaves.lm_eval.HFLM", package="lm-eval"),
         Replacement(
             "megatron",
             ("0.18", "0.19"),
