@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import eaves
-from eaves._replacement import replacement_of
+from integrations import installed
 from liger_cases import (
     CLASSES,
     DEVICE,
@@ -357,11 +357,9 @@ def test_under_torch_compile_it_is_eaves_too() -> None:
 
 
 def test_an_unknown_version_or_argument_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    replacement = replacement_of("liger")
-    monkeypatch.setattr(replacement, "known", ("0.4",))
-    with pytest.raises(RuntimeError, match=r"this is liger-kernel .*, expected 0\.4\.x: nothing is replaced"):
+    sentence = r"this is liger-kernel 0\.4\.0, expected 0\.6\.5\.x or .*: nothing is replaced"
+    with installed("0.4.0"), pytest.raises(RuntimeError, match=sentence):
         eaves.liger.install()
-    monkeypatch.undo()
     theirs = getattr(functional, HEAD)
     monkeypatch.setattr(theirs, "forward", staticmethod(lambda ctx, _input, target, weight: None))
     with pytest.raises(RuntimeError, match=f"eaves.liger: {HEAD} takes input, target, weight: nothing is replaced"):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import eaves
 from cross_entropy_test import each
-from integrations import run_recipe
+from integrations import installed, run_recipe
 from log_prob_test import rows_and_head
 from ranks import Ranks
 
@@ -29,8 +29,8 @@ def verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     importer = "from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy\n"
     (folder.parent.parent / "model.py").write_text(importer)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("eaves._replacement.version", lambda _: "0.9.1")
-    yield __import__("verl.model").model
+    with installed("0.9.1"):
+        yield __import__("verl.model").model
     eaves.verl.uninstall()
     for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
         del sys.modules[name]
