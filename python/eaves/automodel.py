@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from eaves._replacement import Counted, module_of
+from eaves._torch.checks import accumulator_dtype
 from eaves._torch.head import check_algorithm
 from eaves._torch.options import numbers_of
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
@@ -117,6 +118,6 @@ class LinearCrossEntropy(Counted, _base.LinearCrossEntropy):  # type: ignore[mis
                 hidden_states, weight, labels.to(hidden_states.device), ignore_index=self.ignore_index,
                 reduction=self.reduction if divisor is None else "mean", normalizer=divisor,
                 softcap=self.logit_softcapping or None, row_weight=loss_weights,
-                grad_weight_dtype=None if hidden_states.dtype == torch.float64 else torch.float32, **self.options,
+                grad_weight_dtype=accumulator_dtype(hidden_states.dtype), **self.options,
             )  # fmt: skip
         return loss * 0.0 if is_empty else loss  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eaves._parallel.shard import Shard
 from eaves._replacement import Counted, module_of
-from eaves._torch.checks import is_distributed
+from eaves._torch.checks import accumulator_dtype, is_distributed
 from eaves._torch.head import check_algorithm
 from eaves._torch.options import numbers_of
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
@@ -79,7 +79,7 @@ class FusedLoss(Counted, _losses.ChunkedLossWrapper):  # type: ignore[misc]
             return linear_cross_entropy(
                 hidden, weight, targets, linear_bias=bias, ignore_index=_losses.IGNORE_INDEX, group=group,
                 reduction="sum" if global_valid_tokens is None else "mean", normalizer=global_valid_tokens,
-                grad_weight_dtype=None if hidden.dtype == torch.float64 else torch.float32,
+                grad_weight_dtype=accumulator_dtype(hidden.dtype),
                 **self._of_head, **self._options,
             )  # fmt: skip
 
