@@ -171,10 +171,10 @@ def test_ligers_loss_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         arguments = trainer.args
         arguments.use_liger_kernel = True
         with pytest.warns(UserWarning, match="use_liger_kernel puts Liger's loss into the model"):
-            eaves.hf.trainer._patch_model_of(trainer, model, {})
+            eaves.hf.trainer.patch_model_of(trainer, model, {})
         assert not is_patched(model)
         arguments.liger_kernel_config = {"fused_linear_cross_entropy": False}
-        eaves.hf.trainer._patch_model_of(trainer, model, {})
+        eaves.hf.trainer.patch_model_of(trainer, model, {})
         assert is_patched(model)
 
 
