@@ -29,6 +29,7 @@ if(python)
   add_test(NAME check_docs_test COMMAND ${python} -B tools/check_docs_test.py WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   add_test(NAME run_tests_test COMMAND ${python} -B tools/run_tests_test.py WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   add_test(NAME test_integrations_test COMMAND ${python} -B tools/test_integrations_test.py WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  add_test(NAME test_newest_torch_test COMMAND ${python} -B tools/test_newest_torch_test.py WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   # The tests of the Python package as tools/wheel has installed it, never of the sources.
   add_test(NAME python COMMAND ${python} -B -m pytest -n auto WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   # pytest takes every core for itself.

@@ -8,11 +8,14 @@
     log_prob(logits, tokens, *, temperature=None, outputs=(), ...)
     logsumexp(x, dim, keepdim=False, *, dtype=None)
     lrpe_cosine(x, theta, *, grid=None, extra_tokens=0, offset=0, positions=None, activation="none", ...)
+    automodel.LinearCrossEntropy, axolotl.EavesPlugin, torchtitan.fused_loss    for the configuration of these trainers
     hf.patch(model, *, ...)    a language model of transformers; hf.install(), of every Trainer
+    import eaves.fla    FLA's losses
     jax    the operators for JAX
     levanter.cross_entropy    for Levanter's table of kernels, by eaves.jax
     liger.install()    Liger's losses, behind every use_liger_kernel
     lm_eval.HFLM    lm-evaluation-harness' model of transformers
+    megatron.install()    the head of Megatron-Core's GPTModel
     nemo_rl.install(), prime_rl.install(), skyrl.install(), trl.install(), verl.install()    their trainers
     sentence_transformers.MultipleNegativesRankingLoss    a loss of sentence-transformers
     torch.install()    torch.nn.LinearCrossEntropyLoss
@@ -44,16 +47,20 @@ __all__ = [
 ]
 
 if typing.TYPE_CHECKING:
+    from eaves import automodel as automodel
+    from eaves import axolotl as axolotl
     from eaves import hf as hf
     from eaves import jax as jax
     from eaves import levanter as levanter
     from eaves import liger as liger
     from eaves import lm_eval as lm_eval
+    from eaves import megatron as megatron
     from eaves import nemo_rl as nemo_rl
     from eaves import prime_rl as prime_rl
     from eaves import sentence_transformers as sentence_transformers
     from eaves import skyrl as skyrl
     from eaves import torch as torch
+    from eaves import torchtitan as torchtitan
     from eaves import trl as trl
     from eaves import verl as verl
     from eaves.functional import (
@@ -78,9 +85,10 @@ else:
     # Neither PyTorch nor JAX is imported for the other: modules and operators are, when they are first asked for. With
     # PyTorch already there, its operators are registered at once, because a saved program may be about to call them.
 
+    # Not fla: its import installs eaves in FLA, which a look at an attribute must not.
     _MODULES = (
-        "hf", "jax", "levanter", "liger", "lm_eval", "nemo_rl", "prime_rl", "sentence_transformers", "skyrl",
-        "torch", "trl", "verl",
+        "automodel", "axolotl", "hf", "jax", "levanter", "liger", "lm_eval", "megatron", "nemo_rl", "prime_rl",
+        "sentence_transformers", "skyrl", "torch", "torchtitan", "trl", "verl",
     )  # fmt: skip
 
     def __getattr__(name: str) -> typing.Any:

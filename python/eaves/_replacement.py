@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import threading
 import weakref
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import MethodType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Integration:
@@ -20,19 +21,21 @@ class Integration:
     expects may differ."""
 
     def __init__(self, library: str, known: tuple[str, ...], *, package: str | None = None) -> None:
-        self.library, self.known, self._package = library, known, package or library
+        self.library, self.known, self.package = library, known, package or library
 
     def version(self) -> str | None:
         """The version of the installed library; None if it is not installed."""
         try:
-            return version(self._package)
+            return version(self.package)
         except PackageNotFoundError:
             return None
 
     def series(self) -> str | None:
         """The known release series of the installed library; None if it has none."""
-        found = self.version()
-        return next((series for series in self.known if f"{found}.".startswith(f"{series}.")), None)
+        return self.series_of(self.version())
+
+    def series_of(self, version: str | None) -> str | None:
+        return next((series for series in self.known if f"{version}.".startswith(f"{series}.")), None)
 
     def is_known(self) -> bool:
         return self.series() is not None
@@ -50,10 +53,10 @@ class Integration:
         """Raises ImportError if the library is not installed, RuntimeError if its version is unknown."""
         found, expected = self.version(), " or ".join(f"{series}.x" for series in self.known)
         if found is None:
-            raise ImportError(f"eaves.{self.library} needs {self._package} {expected}, which is not installed")
+            raise ImportError(f"eaves.{self.library} needs {self.package} {expected}, which is not installed")
         if not self.is_known():
             raise RuntimeError(
-                f"eaves.{self.library}: this is {self._package} {found}, expected {expected}: nothing is replaced"
+                f"eaves.{self.library}: this is {self.package} {found}, expected {expected}: nothing is replaced"
             )
 
 
@@ -76,6 +79,18 @@ class Module(Integration):
     def is_active(self) -> bool:
         module = sys.modules.get(f"eaves.{self.library}")
         return module is not None and bool(module.is_active())
+
+
+class Counted:
+    """The base of a class of eaves whose objects a library makes and calls. It counts them in `__new__`, because copies
+    and pickles call no `__init__`."""
+
+    _counted_by: ClassVar[Module]
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        made = super().__new__(cls)
+        cls._counted_by.objects.add(made)
+        return made
 
 
 Places = tuple[tuple[str, str], ...]  # (module, name)
@@ -175,6 +190,24 @@ class ReplacementEverywhere(Replacement):
         return True
 
 
+class ReplacementOfLiger(ReplacementEverywhere):
+    """Liger also chooses a kernel for the loss of logits by name, and only "nvidia-triton" calls a function here."""
+
+    def is_active(self) -> bool:
+        """False too if set_impl or the environment chooses another kernel."""
+        return super().is_active() and self.other_kernel() is None
+
+    @staticmethod
+    def other_kernel() -> str | None:
+        """Its name. Liger's own resolve_impl would import every kernel, and log those that it cannot import."""
+        backends: Any = sys.modules.get("liger_kernel.backends")  # from 0.8.3 on
+        if backends is None:
+            return None
+        names = [f"LIGER_KERNEL_{each}" for each in ("IMPL_CROSS_ENTROPY", "BACKEND_CROSS_ENTROPY", "IMPL", "BACKEND")]
+        chosen = next(filter(None, map(os.environ.get, names)), backends.get_impl())
+        return None if chosen in ("nvidia-triton", "triton") else chosen
+
+
 def _identity(value: Any) -> object:
     """Of a bound method its parts: each look at one makes another object."""
     return (id(value.__self__), id(value.__func__)) if type(value) is MethodType else id(value)
@@ -251,7 +284,7 @@ INTEGRATIONS: dict[str, Integration] = {
             (("transformers.trainer", "Trainer.prediction_step"),),
             package="transformers",
         ),
-        ReplacementEverywhere(
+        ReplacementOfLiger(
             "liger",
             ("0.6.5", "0.7", "0.8"),
             *(
@@ -266,7 +299,7 @@ INTEGRATIONS: dict[str, Integration] = {
             (("liger_kernel.ops", "LigerFusedLinearScaledCrossEntropyFunction"),),  # from 0.8.2 on
             package="liger-kernel",
         ),
-        Module("lm_eval", ("0.4.13",), "where the model is an eaves.lm_eval.HFLM"),
+        Module("lm_eval", ("0.4.13",), "where the model is an eaves.lm_eval.HFLM", package="lm-eval"),
         Replacement(
             "megatron",
             ("0.18", "0.19"),

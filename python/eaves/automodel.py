@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaves._replacement import module_of
+from eaves._replacement import Counted, module_of
+from eaves._torch.checks import accumulator_dtype
 from eaves._torch.head import check_algorithm
 from eaves._torch.options import numbers_of
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
@@ -31,7 +32,7 @@ _base: Any = import_module("nemo_automodel.components.loss.linear_ce_base")  # b
 is_active = integration.has_objects
 
 
-class LinearCrossEntropy(_base.LinearCrossEntropy):  # type: ignore[misc]
+class LinearCrossEntropy(Counted, _base.LinearCrossEntropy):  # type: ignore[misc]
     """Automodel's FusedLinearCrossEntropy by eaves: the same arguments, but for `impl`.
 
     The gradient of the head is added up in float32, and rounded once to the dtype of the weight.
@@ -46,6 +47,8 @@ class LinearCrossEntropy(_base.LinearCrossEntropy):  # type: ignore[misc]
     Raises:
         ValueError, TypeError: an option is none of eaves.linear_cross_entropy.
     """
+
+    _counted_by = integration
 
     def __init__(
         self,
@@ -68,7 +71,6 @@ class LinearCrossEntropy(_base.LinearCrossEntropy):  # type: ignore[misc]
             "algorithm": algorithm,
             "workspace_bytes": workspace_bytes,
         }
-        integration.objects.add(self)
 
     def forward(
         self,
@@ -116,6 +118,6 @@ class LinearCrossEntropy(_base.LinearCrossEntropy):  # type: ignore[misc]
                 hidden_states, weight, labels.to(hidden_states.device), ignore_index=self.ignore_index,
                 reduction=self.reduction if divisor is None else "mean", normalizer=divisor,
                 softcap=self.logit_softcapping or None, row_weight=loss_weights,
-                grad_weight_dtype=None if hidden_states.dtype == torch.float64 else torch.float32, **self.options,
+                grad_weight_dtype=accumulator_dtype(hidden_states.dtype), **self.options,
             )  # fmt: skip
         return loss * 0.0 if is_empty else loss  # type: ignore[no-any-return]

@@ -13,14 +13,17 @@ import weakref
 from importlib import import_module
 from typing import Any, Literal
 
-from eaves._replacement import INTEGRATIONS
-from eaves.hf import patch
-
 __all__ = ["EavesArgs", "EavesPlugin", "is_active"]
 
-INTEGRATIONS["axolotl"].check_version()
-_BasePlugin: Any = import_module("axolotl.integrations.base").BasePlugin
-_pydantic: Any = import_module("pydantic")
+try:
+    from eaves._replacement import INTEGRATIONS
+    from eaves.hf import patch
+
+    INTEGRATIONS["axolotl"].check_version()
+    _BasePlugin: Any = import_module("axolotl.integrations.base").BasePlugin
+    _pydantic: Any = import_module("pydantic")
+except ImportError as error:  # which Axolotl prints, and then trains without the plugin
+    raise RuntimeError(f"eaves.axolotl cannot be imported: {error}") from error
 
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from eaves._calls.cross_entropy import CrossEntropyCall, loss_of_logits
 from eaves._replacement import INTEGRATIONS
-from eaves._torch.checks import is_distributed
+from eaves._torch.checks import accumulator_dtype, is_distributed
 from eaves._torch.options import RESULT_DTYPES, numbers_of
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
 
@@ -111,7 +111,7 @@ def _fused_linear_cross_entropy_fwd(*arguments: Any, **keywords: Any) -> tuple[T
             x, weight, call.target.long(), linear_bias=bias, ignore_index=call.ignore_index, reduction=call.reduction,
             label_smoothing=call.label_smoothing, scale=call.logit_scale, softcap=call.logit_softcapping,
             algorithm="speed", group=call.process_group,
-            grad_weight_dtype=torch.float32 if call.accumulate_grad_in_fp32 and x.dtype != torch.float64 else None,
+            grad_weight_dtype=accumulator_dtype(x.dtype) if call.accumulate_grad_in_fp32 else None,
         )  # fmt: skip
     if learned:
         torch.autograd.backward(loss)

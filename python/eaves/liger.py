@@ -6,13 +6,14 @@
 
 Five of Liger's functions are replaced, in every module that has imported one: the linear cross entropy, which is behind
 use_liger_kernel of transformers, the cross entropy, the scaled cross entropy, and the linear JSD of `ops` and of
-`chunked_loss`. `eaves.liger.is_active()` says whether all are.
+`chunked_loss`. `eaves.liger.is_active()` says whether all are, and whether Liger calls them.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eaves._replacement import Installed, replacement_of
+from eaves._torch.checks import accumulator_dtype
 from eaves._torch.head import check_algorithm
 from eaves.functional.cross_entropy import cross_entropy
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
@@ -63,7 +65,14 @@ def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep
             for their, (arguments, function) in zip(theirs, _FUNCTIONS, strict=True)
         )
 
-    return replacement.install(make)
+    installed = replacement.install(make)
+    if not replacement.is_active():
+        warnings.warn(
+            "eaves.liger: Liger computes the loss of logits with another kernel, which set_impl or the environment "
+            "(LIGER_KERNEL_IMPL_CROSS_ENTROPY, LIGER_KERNEL_BACKEND) chooses: it does not reach eaves",
+            stacklevel=2,
+        )
+    return installed
 
 
 uninstall, is_active = replacement.uninstall, replacement.is_active
@@ -137,10 +146,8 @@ def _loss_of_head(options: dict[str, Any], call: _HeadCall) -> tuple[Tensor | No
             keywords["row_weight"] = (-loss).exp().clamp_min(torch.finfo(torch.float32).tiny)
         if call.reduction == "mean":
             keywords["normalizer"] = _class_weights_of_rows(call, call.ce_weight).sum()
-    accumulated = None if call.input.dtype == torch.float64 else torch.float32
-    return _outputs(
-        call, linear_cross_entropy(call.input, call.weight, call.target, grad_weight_dtype=accumulated, **keywords)
-    )
+    keywords["grad_weight_dtype"] = accumulator_dtype(call.input.dtype)
+    return _outputs(call, linear_cross_entropy(call.input, call.weight, call.target, **keywords))
 
 
 def _loss_of_logits(_: dict[str, Any], call: _LogitsCall) -> tuple[Tensor | None, ...]:
@@ -219,7 +226,7 @@ def _scaled_loss(options: dict[str, Any], call: _ScaledCall) -> Tensor | tuple[T
         tokens = torch.cat([tokens[:, None], rows.masked_fill(ignored[:, None], -100)], dim=1)
     out: Any = linear_log_prob(
         call.input, call.weight, tokens, temperature=call.temperature, outputs=("entropy",) * call.return_entropy,
-        grad_weight_dtype=None if call.input.dtype == torch.float64 else torch.float32, **options,
+        grad_weight_dtype=accumulator_dtype(call.input.dtype), **options,
     )  # fmt: skip
     log_prob, *entropy = out if call.return_entropy else (out,)
     if call.selected_token_ids is None:

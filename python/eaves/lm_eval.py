@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaves._replacement import module_of
+from eaves._replacement import Counted, module_of
 from eaves.functional.cross_entropy import cross_entropy
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
 from eaves.hf import distillation
@@ -35,14 +35,12 @@ class _Unwrapped:
 is_active = integration.has_objects
 
 
-class HFLM(_huggingface.HFLM):  # type: ignore[misc]
+class HFLM(Counted, _huggingface.HFLM):  # type: ignore[misc]
     """lm-eval's HFLM, with its arguments. Log-likelihoods are float32 sums, also of 16-bit models, whatever
     `softmax_dtype` is. Requests with the same inputs share one row of the batch, whatever `logits_cache` is. HFLM's own
     computation, with all logits, is that of encoder-decoders and of a head that eaves.hf.patch refuses."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        integration.objects.add(self)
+    _counted_by = integration
 
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None

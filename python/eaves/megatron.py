@@ -21,12 +21,15 @@ from torch import Tensor
 
 from eaves._parallel.shard import Shard
 from eaves._replacement import Installed, replacement_of
-from eaves._torch.checks import accumulator_dtype
+from eaves._torch.checks import accumulator_dtype, check_bool, index_of
 from eaves._torch.head import check_algorithm
+from eaves._torch.options import numbers_of
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
 from eaves.functional.log_prob import linear_log_prob
 
 __all__ = ["install", "is_active", "log_prob_processor", "output_processor", "uninstall"]
+
+_OP = "eaves.megatron"
 
 replacement = replacement_of("megatron")
 
@@ -54,7 +57,7 @@ def output_processor(
             gradient_accumulation_fusion the gradient of the weight is added to its main_grad, in that dtype; else it is
             summed in float32 and rounded once.
         output_weight: the embedding's weight where it is the head.
-        labels: [batch, all positions].
+        labels: [batch, all positions]; one of -100 (`ignore_index`) does not count.
         loss_mask: None, or [batch, all positions]; a place with 0 does not count.
         context: None, or options of eaves.linear_cross_entropy: label_smoothing, softcap, z_loss, ignore_index,
             algorithm, workspace_bytes, keep_bytes, skip_ignored. `label_smoothing` is Megatron's: it is spread over the
@@ -189,11 +192,22 @@ class _AfterHead(torch.autograd.Function):
         return upstream, torch.zeros_like(ctx.weight)
 
 
-def install(**options: Any) -> Installed:
+def install(
+    *,
+    label_smoothing: float = 0,
+    softcap: float | None = None,
+    z_loss: float = 0,
+    ignore_index: int = -100,
+    algorithm: str = "auto",
+    workspace_bytes: int | None = None,
+    keep_bytes: int | None = None,
+    skip_ignored: bool = False,
+) -> Installed:
     """Gives GPTModel.forward output_processor, in calls that have labels and no output_processor of their own.
 
     Args:
-        options: as `context` of output_processor.
+        label_smoothing, softcap, z_loss, ignore_index, algorithm, workspace_bytes, keep_bytes, skip_ignored: as in the
+            `context` of output_processor.
 
     Returns:
         A context manager, whose end undoes it. A second install takes new options.
@@ -201,10 +215,17 @@ def install(**options: Any) -> Installed:
     Raises:
         ImportError: Megatron-Core is not installed, or cannot be imported.
         RuntimeError: it is a version that eaves does not know.
-        ValueError, TypeError: an algorithm or a number of bytes is none of eaves.linear_cross_entropy.
+        ValueError, TypeError: an option is none of eaves.linear_cross_entropy.
     """
-    checked = {name: options[name] for name in ("algorithm", "workspace_bytes", "keep_bytes") if name in options}
-    check_algorithm("linear_cross_entropy", **{"algorithm": "auto", "workspace_bytes": None, **checked})
+    numbers_of(_OP, label_smoothing, None, softcap, z_loss)
+    index_of(_OP, "ignore_index", ignore_index)
+    check_algorithm(_OP, algorithm, workspace_bytes, keep_bytes)
+    check_bool(_OP, "skip_ignored", skip_ignored)
+    options = {
+        "label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss, "ignore_index": ignore_index,
+        "algorithm": algorithm, "workspace_bytes": workspace_bytes, "keep_bytes": keep_bytes,
+        "skip_ignored": skip_ignored,
+    }  # fmt: skip
     return replacement.install(lambda theirs: (_with_processor(theirs[0], options),))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaves._replacement import module_of
+from eaves._replacement import Counted, module_of
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
 
 integration = module_of("sentence_transformers")
@@ -26,7 +26,7 @@ __all__ = ["MultipleNegativesRankingLoss"]
 is_active = integration.has_objects
 
 
-class MultipleNegativesRankingLoss(_losses.MultipleNegativesRankingLoss):  # type: ignore[misc]
+class MultipleNegativesRankingLoss(Counted, _losses.MultipleNegativesRankingLoss):  # type: ignore[misc]
     """The loss of this name in sentence-transformers, with its arguments. Scores are float32 sums of products, and the
     loss is float32.
 
@@ -39,9 +39,7 @@ class MultipleNegativesRankingLoss(_losses.MultipleNegativesRankingLoss):  # typ
             do not average its gradient.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        integration.objects.add(self)
+    _counted_by = integration
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor) -> Tensor:
         """Of embeddings [B, D] of queries, of their documents and of negatives; `labels` are not read."""

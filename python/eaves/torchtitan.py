@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from eaves._parallel.shard import Shard
-from eaves._replacement import module_of
-from eaves._torch.checks import is_distributed
+from eaves._replacement import Counted, module_of
+from eaves._torch.checks import accumulator_dtype, is_distributed
 from eaves._torch.head import check_algorithm
 from eaves._torch.options import numbers_of
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
@@ -34,7 +34,7 @@ _overrides: Any = import_module("torchtitan.config.override")
 is_active = integration.has_objects
 
 
-class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[misc]
+class FusedLoss(Counted, _losses.ChunkedLossWrapper):  # type: ignore[misc]
     """A ChunkedLossWrapper of CrossEntropyLoss that holds no logits, of any length of the sequence.
 
     `num_chunks` is not read: `workspace_bytes` says how much is computed at once. The gradients are computed
@@ -47,12 +47,13 @@ class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[misc]
         algorithm: str = "auto"
         workspace_bytes: int | None = None
 
+    _counted_by = integration
+
     def __init__(self, config: Any, *, compile_config: Any = None) -> None:
         super().__init__(config)
         if compile_config is not None and compile_config.enable and "loss" in compile_config.components:
             _losses.logger.info("eaves.torchtitan: the loss is one operator, which torch.compile does not change")
         self._options = {name: getattr(config, name) for name in ("z_loss", "algorithm", "workspace_bytes")}
-        integration.objects.add(self)
 
     def set_lm_head(self, lm_head: torch.nn.Module) -> None:
         self._of_head = _options_of(lm_head)
@@ -78,7 +79,7 @@ class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[misc]
             return linear_cross_entropy(
                 hidden, weight, targets, linear_bias=bias, ignore_index=_losses.IGNORE_INDEX, group=group,
                 reduction="sum" if global_valid_tokens is None else "mean", normalizer=global_valid_tokens,
-                grad_weight_dtype=None if hidden.dtype == torch.float64 else torch.float32,
+                grad_weight_dtype=accumulator_dtype(hidden.dtype),
                 **self._of_head, **self._options,
             )  # fmt: skip
 

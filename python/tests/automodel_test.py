@@ -1,6 +1,7 @@
 """eaves.automodel: compared with Automodel's own losses and with the formula, called through Automodel's recipes, and
 with a head that FSDP2 shards."""
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from eaves import _info, _replacement
-from integrations import PAGE, run_recipe
+from eaves import _info
+from eaves._replacement import INTEGRATIONS
+from integrations import PAGE, installed, run_recipe
 from pairwise import pairwise
 from ranks import Ranks
 
@@ -171,16 +173,17 @@ def test_an_unknown_option_is_refused_by_name() -> None:
         LinearCrossEntropy()(*call, loss_weights=torch.ones(9))
 
 
-def test_info_says_whether_a_loss_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    integration = _replacement.INTEGRATIONS["automodel"]
+def test_info_says_whether_a_loss_is_alive() -> None:
+    integration = INTEGRATIONS["automodel"]
     assert integration.is_known() and not is_active()
     loss = LinearCrossEntropy()
+    assert is_active()
+    loss = copy.deepcopy(loss)
     assert is_active()
     del loss
     name = "active where the configuration names eaves.automodel.LinearCrossEntropy"
     assert not is_active() and name in _info.text(_info.collect())
-    monkeypatch.setattr(_replacement, "version", lambda package: "0.8.0")
-    with pytest.raises(RuntimeError, match=r"this is nemo-automodel 0.8.0, expected 0.7.x"):
+    with installed("0.8.0"), pytest.raises(RuntimeError, match=r"this is nemo-automodel 0.8.0, expected 0.7.x"):
         integration.check_version()
 
 

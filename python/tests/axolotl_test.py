@@ -13,7 +13,7 @@ import torch
 
 import eaves
 from cross_entropy_test import each
-from eaves import _replacement
+from eaves._replacement import INTEGRATIONS
 from hf_models import (
     BATCH,
     FLOAT32_TOLERANCE,
@@ -26,9 +26,9 @@ from hf_models import (
     tiny_model,
     transformers,
 )
-from integrations import recipe
+from integrations import installed, recipe
 
-if _replacement.INTEGRATIONS["axolotl"].version() is None:
+if INTEGRATIONS["axolotl"].version() is None:
     pytest.skip("axolotl is not installed", allow_module_level=True)
 
 yaml = pytest.importorskip("yaml")
@@ -177,7 +177,7 @@ def test_a_trainer_with_another_loss_is_told(tmp_path: Path) -> None:
 
 
 def test_it_is_active_as_long_as_a_model_is_patched() -> None:
-    integration = _replacement.INTEGRATIONS["axolotl"]
+    integration = INTEGRATIONS["axolotl"]
     assert not integration.is_active()
     model = loaded(peft_model())
     assert integration.is_active() and eaves.axolotl.is_active()
@@ -186,9 +186,16 @@ def test_it_is_active_as_long_as_a_model_is_patched() -> None:
     assert step(model).output.logits.shape[:2] == (BATCH, LENGTH)
 
 
-def test_an_unknown_version_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_replacement, "version", lambda _: "0.18.0")
+@each("reason", ("unknown", "absent", "broken"))
+def test_a_plugin_that_cannot_be_imported_stops_the_run(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Axolotl prints an ImportError of a plugin and trains without it."""
     monkeypatch.delitem(sys.modules, "eaves.axolotl", raising=False)
-    # Axolotl catches a plugin's ImportError, prints it and trains without the plugin. A RuntimeError stops the run.
-    with pytest.raises(RuntimeError, match=r"axolotl 0\.18\.0, expected 0\.19\.x"):
+    version, sentence = {
+        "unknown": ("0.18.0", r"axolotl 0\.18\.0, expected 0\.19\.x"),
+        "absent": (None, r"needs axolotl 0\.19\.x, which is not installed"),
+        "broken": ("0.19.0", r"eaves\.axolotl cannot be imported: .*eaves\.hf"),
+    }[reason]
+    if reason == "broken":
+        monkeypatch.setitem(sys.modules, "eaves.hf", None)
+    with installed(version), pytest.raises(RuntimeError, match=sentence):
         PluginManager.get_instance().register(PLUGIN)

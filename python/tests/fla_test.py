@@ -8,8 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,51 +18,21 @@ from torch.nn import functional
 
 import eaves
 from cross_entropy_test import each
-from eaves import _replacement
+from eaves._replacement import INTEGRATIONS
 from eaves._torch.linear_cross_entropy_rules import OF_BIAS, OF_HEAD, OF_HIDDEN
 from hf_models import gradients_asked_for
-from integrations import run_recipe
+from integrations import StandIns, installed, run_recipe
 from pairwise import pairwise
 from ranks import Ranks, here
 from watch import watched
 
-if _replacement.INTEGRATIONS["fla"].version() is None:
+if INTEGRATIONS["fla"].version() is None:
     pytest.skip("fla-core is not installed", allow_module_level=True)
-
-
-class _Anything(type):
-    """Of a class that gives itself: called, as an attribute, as a decorator."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__") or name == "get_current_target":  # there is no GPU
-            raise AttributeError(name)
-        return cls
-
-    def __call__(cls, *_: Any, **__: Any) -> Any:
-        return cls
-
-
-class _WithoutTriton:
-    """Finds the modules of Triton, which are empty."""
-
-    @staticmethod
-    def find_spec(name: str, *_: Any) -> ModuleSpec | None:
-        return ModuleSpec(name, _WithoutTriton, is_package=True) if name.split(".")[0] == "triton" else None  # type: ignore[arg-type]
-
-    @staticmethod
-    def create_module(spec: ModuleSpec) -> ModuleType:
-        module = ModuleType(spec.name)
-        anything = _Anything("Anything", (), {})
-        vars(module).update(__version__="3.9.0", __getattr__=lambda name: getattr(anything, name))
-        return module
-
-    @staticmethod
-    def exec_module(_: ModuleType) -> None: ...
 
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if not HAS_TRITON:
-    sys.meta_path.append(_WithoutTriton)  # type: ignore[arg-type]
+    StandIns("triton").start()
 
 import_module("eaves.fla")
 FusedLinearCrossEntropyLoss = import_module("fla.modules").FusedLinearCrossEntropyLoss
@@ -399,7 +368,7 @@ def test_fla_computes_what_is_on_another_device(of_fla: Callable[..., None]) -> 
 def test_it_is_undone_by_uninstall_by_the_end_of_a_block_and_by_the_environment(
     of_fla: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    integration = _replacement.INTEGRATIONS["fla"]
+    integration = INTEGRATIONS["fla"]
 
     def assert_active(is_active: bool) -> None:
         assert eaves.fla.is_active() is integration.is_active() is is_active
@@ -430,9 +399,9 @@ def test_fla_without_backends_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_version_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_replacement, "version", lambda _: "0.5.2")
     monkeypatch.delitem(sys.modules, "eaves.fla")
-    with pytest.raises(RuntimeError, match=r"fla-core 0\.5\.2, expected 0\.6\.x: nothing is replaced"):
+    sentence = r"fla-core 0\.5\.2, expected 0\.6\.x: nothing is replaced"
+    with installed("0.5.2"), pytest.raises(RuntimeError, match=sentence):
         import_module("eaves.fla")
 
 

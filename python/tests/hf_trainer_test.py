@@ -16,7 +16,7 @@ from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall
 from eaves._replacement import INTEGRATIONS
 from hf_losses_test import model_of
 from hf_models import LENGTH, METRICS, OF_TINY_MODELS, VOCABULARY, batch, peft_model, refuse_logits, tiny_model
-from integrations import run_recipe
+from integrations import installed, run_recipe
 
 from hf_models import transformers  # isort: skip
 
@@ -171,10 +171,10 @@ def test_ligers_loss_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         arguments = trainer.args
         arguments.use_liger_kernel = True
         with pytest.warns(UserWarning, match="use_liger_kernel puts Liger's loss into the model"):
-            eaves.hf.trainer._patch_model_of(trainer, model, {})
+            eaves.hf.trainer.patch_model_of(trainer, model, {})
         assert not is_patched(model)
         arguments.liger_kernel_config = {"fused_linear_cross_entropy": False}
-        eaves.hf.trainer._patch_model_of(trainer, model, {})
+        eaves.hf.trainer.patch_model_of(trainer, model, {})
         assert is_patched(model)
 
 
@@ -282,7 +282,7 @@ def test_without_install_label_smoothing_of_trainer_is_told(tmp_path: Path) -> N
 # ---------------------------------------------------------------------------------------------------- refusals, recipe
 
 
-def test_wrong_options_and_unknown_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_options_and_unknown_versions_are_refused() -> None:
     for wrong, error in (
         ({"algorithm": "fast"}, ValueError), ({"nonsense": 1}, TypeError), ({"metrics": ("x",)}, ValueError),
         ({"label_smoothing": 2}, ValueError), ({"z_loss": -1}, ValueError), ({"skip_logits": 1}, TypeError),
@@ -290,10 +290,8 @@ def test_wrong_options_and_unknown_versions_are_refused(monkeypatch: pytest.Monk
         with pytest.raises(error, match=next(iter(wrong))):
             eaves.hf.install(**wrong)
     for version in ("4.56.2", "6.0.0", "50.1"):
-        monkeypatch.setattr("eaves._replacement.version", lambda _, found=version: found)
-        with pytest.raises(
-            RuntimeError, match=rf"eaves\.hf: this is transformers {version}, expected 4\.57\.x or 5\.x"
-        ):
+        sentence = rf"eaves\.hf: this is transformers {version}, expected 4\.57\.x or 5\.x"
+        with installed(version), pytest.raises(RuntimeError, match=sentence):
             eaves.hf.install()
     assert not eaves.hf.is_active()
 

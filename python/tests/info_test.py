@@ -56,8 +56,8 @@ def test_the_json_says_what_is_here(report: dict[str, Any]) -> None:
 def test_the_extras_allow_every_version_of_a_library_that_is_known() -> None:
     requirements = {each.name: each for each in map(Requirement, requires("eaves"))}
     for integration in INTEGRATIONS.values():
-        if integration._package in requirements:
-            allowed = requirements[integration._package].specifier
+        if integration.package in requirements:
+            allowed = requirements[integration.package].specifier
             assert [series for series in integration.known if f"{series}.0" not in allowed] == []
     assert "trl" in requirements and version("transformers") in requirements["transformers"].specifier
 

@@ -1,6 +1,7 @@
 """eaves.liger: arguments, outputs and gradients of Liger's functions, against its definitions in float64 and against
 its own kernels; what is replaced when; and the libraries that call Liger."""
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import eaves
-from eaves._replacement import replacement_of
+from integrations import installed
 from liger_cases import (
     CLASSES,
     DEVICE,
@@ -311,6 +312,38 @@ def test_modules_of_liger_that_were_made_before_call_eaves() -> None:  # as thos
     assert names >= {"linear_cross_entropy_forward", "cross_entropy_forward"}, names
 
 
+@pytest.mark.skipif(LIGER < (0, 8, 3), reason="this Liger calls one kernel")
+def test_it_is_active_only_while_liger_calls_its_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends, loss_of = sys.modules["liger_kernel.backends"], importlib.import_module("liger_kernel.functional")
+    registry = importlib.import_module("liger_kernel.backends.registry")
+    backends.available_impls("cross_entropy")  # registers Liger's own
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    backends.register_impl("cross_entropy", impl_name="another")(lambda *_, **__: (torch.zeros(()), None, None, None))
+    rows, head, _, targets = tensors()
+
+    def reaches_eaves() -> bool:
+        with watched() as calls:
+            loss_of.cross_entropy(rows @ head.T, targets)
+        return bool(calls)
+
+    with eaves.liger.install(), contextlib.ExitStack() as stack:
+        stack.callback(backends.set_impl, None)
+        assert eaves.liger.is_active() and reaches_eaves()
+        backends.set_impl("another")
+        assert not eaves.liger.is_active() and not reaches_eaves()
+        with pytest.warns(UserWarning, match=r"another kernel, which set_impl .*: it does not reach eaves"):
+            eaves.liger.install()
+        for name in ("triton", "nvidia-triton"):
+            backends.set_impl(name)
+            assert eaves.liger.is_active() and reaches_eaves()
+        # The later ones go before the earlier ones, and all before set_impl.
+        for name in ("BACKEND", "IMPL", "BACKEND_CROSS_ENTROPY", "IMPL_CROSS_ENTROPY"):
+            monkeypatch.setenv(f"LIGER_KERNEL_{name}", "another")
+            assert not eaves.liger.is_active() and not reaches_eaves()
+            monkeypatch.setenv(f"LIGER_KERNEL_{name}", "triton")
+            assert eaves.liger.is_active() and reaches_eaves()
+
+
 def test_under_torch_compile_it_is_eaves_too() -> None:
     rows, head, _, targets = tensors()
     compiled = torch.compile(functional.liger_fused_linear_cross_entropy, fullgraph=True, backend="aot_eager")
@@ -324,11 +357,9 @@ def test_under_torch_compile_it_is_eaves_too() -> None:
 
 
 def test_an_unknown_version_or_argument_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    replacement = replacement_of("liger")
-    monkeypatch.setattr(replacement, "known", ("0.4",))
-    with pytest.raises(RuntimeError, match=r"this is liger-kernel .*, expected 0\.4\.x: nothing is replaced"):
+    sentence = r"this is liger-kernel 0\.4\.0, expected 0\.6\.5\.x or .*: nothing is replaced"
+    with installed("0.4.0"), pytest.raises(RuntimeError, match=sentence):
         eaves.liger.install()
-    monkeypatch.undo()
     theirs = getattr(functional, HEAD)
     monkeypatch.setattr(theirs, "forward", staticmethod(lambda ctx, _input, target, weight: None))
     with pytest.raises(RuntimeError, match=f"eaves.liger: {HEAD} takes input, target, weight: nothing is replaced"):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import eaves
 from hf_models import transformers
-from integrations import run_recipe
+from integrations import StandIns, run_recipe
 from liger_cases import DEVICE, chunked_loss, tensors
 from watch import watched
 
@@ -104,24 +104,9 @@ def folder_of(package: str) -> Path:
         pytest.skip(f"{package} is not installed")
 
 
-class Anything:
-    """A class, or a function that returns an object with any method."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return Anything
-
-    get_logger: Any
-
-
-Anything.get_logger = Anything
-
-
 @pytest.fixture
 def without_packages(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Loads a module of a wheel, without the __init__ of the packages around it. Empty modules stand for `unused`,
+    """Loads a module of a wheel, without the __init__ of the packages around it. Stand-ins are `unused`,
     which it imports and does not use here."""
 
     def load(package: str, name: str, unused: tuple[str, ...] = ()) -> Any:
@@ -130,12 +115,9 @@ def without_packages(monkeypatch: pytest.MonkeyPatch) -> Any:
             around = ModuleType(part)
             around.__path__ = [str(root.joinpath(*part.split(".")))]
             monkeypatch.setitem(sys.modules, part, around)
-        for each in unused:
-            module = ModuleType(each)
-            module.__getattr__ = lambda _: Anything  # type: ignore[method-assign]
-            monkeypatch.setitem(sys.modules, each, module)
         monkeypatch.delitem(sys.modules, name, raising=False)
-        module = importlib.import_module(name)
+        with StandIns(*unused):
+            module = importlib.import_module(name)
         monkeypatch.setitem(sys.modules, name, module)  # to be taken out again
         return module
 

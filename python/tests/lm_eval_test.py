@@ -1,5 +1,7 @@
 """eaves.lm_eval: log-likelihoods and greedy answers are those of lm-eval's HFLM, which computes all logits."""
 
+import copy
+import gc
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -98,4 +100,11 @@ def test_the_recipe_runs(tmp_path: Path) -> None:
     model = tiny_model().eval()
     found = run_recipe("lm-eval", model=model, tokenizer=tokenizer(), questions=[(words(3, 1), " w5"), ("w4", " w6")])
     assert len(found["answers"]) == 2 and all(log_prob < 0 for log_prob, _ in found["answers"])
-    assert INTEGRATIONS["lm_eval"].is_known() and INTEGRATIONS["lm_eval"].is_active()
+    integration = INTEGRATIONS["lm_eval"]
+    assert integration.is_known() and integration.is_active()
+    evaluated = copy.copy(found.pop("evaluated"))
+    gc.collect()
+    assert integration.is_active()
+    del evaluated
+    gc.collect()
+    assert not integration.is_active()

@@ -1,7 +1,6 @@
 """Megatron-Core on a CPU: it imports Triton, whose kernels no test runs, and asks CUDA for a device and a generator."""
 
 import contextlib
-import importlib.machinery
 import os
 import sys
 import types
@@ -13,28 +12,16 @@ import torch._dynamo
 import torch._inductor.compile_fx  # which looks for Triton too
 from torch import distributed
 
+from integrations import StandIns
+
 
 def import_megatron() -> Any:
     """megatron.core, without compiled functions."""
     if "megatron.core" not in sys.modules:
         torch._dynamo.config.disable = True  # type: ignore[assignment]
-        stubs = {name: types.ModuleType(name) for name in ("triton", "triton.language")}
-        for name, module in stubs.items():
-            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        triton: Any = stubs["triton"]
-        triton.language, triton.__version__ = stubs["triton.language"], "3.6.0"
-        triton.autotune = triton.heuristics = lambda *_, **__: lambda function: function
-        triton.jit = lambda function=None, **_: function or (lambda each: each)
-        triton.Config = triton.cdiv = lambda *_, **__: None
-        for name in ("constexpr", "int32", "int64", "float32", "bfloat16"):
-            setattr(triton.language, name, int)
-        missing = [name for name in stubs if name not in sys.modules]
-        sys.modules |= {name: stubs[name] for name in missing}
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), StandIns("triton"):
             warnings.simplefilter("ignore")
             import megatron.core.models.gpt.gpt_model
-        for name in missing:
-            del sys.modules[name]
     import megatron.core
 
     if not torch.cuda.is_available():

@@ -86,6 +86,25 @@ def test_importing_takes_less_than_300_ms_beyond_torch_and_brings_only_what_call
     assert second == "patch"  # eaves.hf needs no import of its own
 
 
+# What a process of its own prints: the libraries whose modules are no attributes of eaves.
+ATTRIBUTES = """
+import eaves
+from eaves._replacement import INTEGRATIONS
+for name in INTEGRATIONS:
+    try:
+        getattr(eaves, name)
+    except AttributeError:
+        print(name)
+    except (ImportError, RuntimeError):
+        pass  # the library is not installed, or eaves does not know it
+"""
+
+
+def test_the_module_of_every_library_but_fla_is_an_attribute() -> None:
+    result = subprocess.run([sys.executable, "-c", ATTRIBUTES], capture_output=True, check=True, text=True)
+    assert result.stdout.split() == ["fla"]  # whose import installs eaves
+
+
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'eaves' has no attribute 'hg'"):
         _ = eaves.hg  # type: ignore[attr-defined]

@@ -3,7 +3,6 @@ functions. A module with the same arguments replaces a library that is not insta
 
 import importlib
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, distributed
 
 import eaves
 from cross_entropy_test import each
-from integrations import Foreign, run_recipe
+from integrations import Foreign, installed, run_recipe
 from log_prob_test import by_the_formula, rows_and_head
 from pairwise import pairwise
 from ranks import Ranks
@@ -33,7 +32,7 @@ LIBRARIES = {
             "skyrl.backends.skyrl_train.distributed.megatron.model_utils": "def _fused_lm_head_logprob_apply("
             f"backend, hidden, weight, target, {MEGATRON}):\n    pass\n"
         },
-        {"megatron.core.parallel_state": ""},
+        ("megatron.core.parallel_state",),
     ),
     "nemo_rl": Foreign(
         "0.7.0",
@@ -43,7 +42,7 @@ LIBRARIES = {
                 f"tensor_parallel_hidden_states, target, output_weight_layer, {MEGATRON}=False",
             )
         },
-        {},
+        ("megatron.core",),  # of 0.6
     ),
     "prime_rl": Foreign(
         "0.8.0",
@@ -55,10 +54,7 @@ LIBRARIES = {
                 "_GemmaChunkedLogProbEntropyFn", "hidden, weight, labels, inv_temperature, chunk_size, softcap"
             ),
         },
-        {
-            "prime_rl.utils.logger": "get_logger = None\n",
-            "prime_rl.utils.vlm": "get_final_logit_softcapping = None\n",
-        },
+        ("prime_rl.utils.logger", "prime_rl.utils.vlm"),
     ),
 }
 NAMES = {
@@ -84,10 +80,13 @@ def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def of_megatron(
-    group: distributed.ProcessGroup, library: str, dtype: torch.dtype, is_ours: bool
+    group: distributed.ProcessGroup, library: str, dtype: torch.dtype, is_ours: bool, ignores: bool = False
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Log-probabilities and this rank's gradients of hidden states and head, of eaves or of the library's function."""
+    """Log-probabilities and this rank's gradients of hidden states and head, of eaves or of the library's function.
+    `ignores` says whether one token is -100."""
     hidden, head, tokens, upstream = problem(dtype)
+    if ignores:
+        tokens[0, 2] = -100
     rank, ranks = group.rank(), group.size()
     own = head.chunk(ranks)[rank].clone().requires_grad_()
     rest = (rank * 40 // ranks, (rank + 1) * 40 // ranks, 3, group, False)
@@ -134,6 +133,18 @@ def test_log_probabilities_over_the_ranks_of_megatron(library: str, cpu_ranks: R
                 error = (ours.double() - wanted).norm() / wanted.norm()
                 assert error <= (tolerance if is_ours else max(tolerance, 1e-4)), (library, ranks, dtype, is_ours)
             assert not is_ours or log_probs[0].dtype == (dtype if dtype == torch.float64 else torch.float32)
+
+
+@each("library", ("skyrl", "nemo_rl"))
+@each("is_ours", (True, False))
+def test_a_token_of_minus_100_has_no_gradient(library: str, is_ours: bool, cpu_ranks: Ranks) -> None:
+    (result,) = cpu_ranks.run(of_megatron, library, torch.float32, is_ours, True, ranks=1)
+    if result is None:
+        pytest.skip(f"{library} is not installed")
+    log_probs, of_hidden, _ = result
+    assert log_probs[0, 2] == 0 and (log_probs < 0).sum() == log_probs.numel() - 1
+    of_token = of_hidden[0, 2] if library == "skyrl" else of_hidden[2, 0]
+    assert bool(of_token.any()) == (not is_ours)  # theirs is that of the softmax, as of a token that other ranks have
 
 
 def without_a_graph_and_of_a_padded_piece(group: distributed.ProcessGroup, library: str) -> None:
@@ -254,9 +265,9 @@ def test_install_is_undone_and_an_unknown_version_refused(library: str) -> None:
         assert functions_of(library) == theirs and not module.is_active()
         with pytest.raises(ValueError):
             module.install(workspace_bytes=0)
-        with mock.patch("eaves._replacement.version", lambda _: "99.0"):
-            with pytest.raises(RuntimeError, match=rf"{library}: this is .* 99\.0, expected .*: nothing is replaced"):
-                module.install()
+        unknown = rf"{library}: this is .* 99\.0, expected .*: nothing is replaced"
+        with installed("99.0"), pytest.raises(RuntimeError, match=unknown):
+            module.install()
         assert functions_of(library) == theirs
 
 

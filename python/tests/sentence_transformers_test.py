@@ -1,5 +1,6 @@
 """eaves.sentence_transformers: loss and gradients are those of the class that it extends, which computes all scores."""
 
+import copy
 import gc
 import warnings
 from collections.abc import Iterator
@@ -151,6 +152,9 @@ def test_it_is_active_while_there_is_a_loss() -> None:
     gc.collect()
     assert integration.is_known() and not integration.is_active()
     loss = eaves.sentence_transformers.MultipleNegativesRankingLoss(None)
+    assert integration.is_active()
+    loss = copy.deepcopy(loss)
+    gc.collect()
     assert integration.is_active()
     del loss
     gc.collect()

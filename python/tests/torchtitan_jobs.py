@@ -1,7 +1,7 @@
 """torchtitan's own trainer on the CPU, for a few steps of its debug model, in processes of gloo.
 
 torchtitan trains on accelerators. Here it is told that the CPU is one, gets numbers in place of a tokenizer and a data
-set, and the attention that runs on the CPU. Two modules that it imports and does not use here are replaced by stubs:
+set, and the attention that runs on the CPU. Two modules that it imports and does not use here have stand-ins:
 TensorBoard's writer, and Triton's kernels of an expert-parallel dispatcher.
 """
 
@@ -9,28 +9,21 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
+from integrations import StandIns
+
 CLASSES = 2048  # of the debug model
 ROWS, LENGTH = 2, 24
 
 
-class _Stub(ModuleType):
-    """A module that has every name."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
 def stub_imports() -> None:
-    for name in ("torch.utils.tensorboard", "torchtitan.distributed.minimal_async_ep.kernels"):
-        sys.modules.setdefault(name, _Stub(name))
+    StandIns("torch.utils.tensorboard", "torchtitan.distributed.minimal_async_ep.kernels").start()
 
 
 def _import_trainer() -> None:

@@ -1,6 +1,7 @@
 """eaves.torchtitan: the loss beside torchtitan's own chunked loss and the formula, the head in pieces, and steps of
 torchtitan's trainer (torchtitan_jobs.py)."""
 
+import copy
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
-from eaves import _info, _replacement
-from integrations import run_recipe
+from eaves import _info
+from eaves._replacement import INTEGRATIONS
+from integrations import installed, run_recipe
 from pairwise import pairwise
 from ranks import Ranks
 
@@ -193,15 +195,16 @@ def test_another_loss_wrapper_or_head_is_refused_by_name() -> None:
         fused_loss(losses.ChunkedLossWrapper.Config()).build()(*problem()[1:])
 
 
-def test_info_says_whether_a_loss_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    integration = _replacement.INTEGRATIONS["torchtitan"]
+def test_info_says_whether_a_loss_is_alive() -> None:
+    integration = INTEGRATIONS["torchtitan"]
     assert integration.is_known() and not is_active()
     loss = ours(problem()[0])
     assert is_active() and "active in this process" in _info.text(_info.collect())
+    loss = copy.deepcopy(loss)
+    assert is_active()
     del loss
     assert not is_active() and f"active where the configuration names {LINE}" in _info.text(_info.collect())
-    monkeypatch.setattr(_replacement, "version", lambda package: "0.4.0")
-    with pytest.raises(RuntimeError, match=r"this is torchtitan 0.4.0, expected 0.3.x"):
+    with installed("0.4.0"), pytest.raises(RuntimeError, match=r"this is torchtitan 0.4.0, expected 0.3.x"):
         integration.check_version()
 
 

@@ -1,7 +1,6 @@
 """eaves.trl: numbers, gradients and training steps against the functions of TRL that it replaces, and what is replaced
 when."""
 
-import importlib.metadata
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from torch import Tensor
 import eaves
 from cross_entropy_test import each
 from hf_models import VOCABULARY, tiny_model
+from integrations import installed
 from log_prob_test import by_the_formula, rows_and_head
 from pairwise import pairwise
 
@@ -331,21 +331,17 @@ def test_trl_takes_the_options_that_install_is_given(monkeypatch: pytest.MonkeyP
 
 
 @each("found", ("trl 99.0", "verl 99.0", "trl 1.160", "verl 0.90.1"))
-def test_a_version_that_is_not_known_is_refused(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_is_not_known_is_refused(found: str) -> None:
     name, version = found.split()
-    module = getattr(eaves, name)
-    monkeypatch.setattr("eaves._replacement.version", lambda _: version)
-    with pytest.raises(RuntimeError, match=rf"eaves\.{name}: this is {found}, expected .*: nothing is replaced"):
+    module, sentence = getattr(eaves, name), rf"eaves\.{name}: this is {found}, expected .*: nothing is replaced"
+    with installed(version), pytest.raises(RuntimeError, match=sentence):
         module.install()
     assert not module.is_active()
 
 
-def test_a_library_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr("eaves._replacement.version", absent)
-    with pytest.raises(ImportError, match=r"eaves\.verl needs verl 0\.9\.x, which is not installed"):
+def test_a_library_that_is_not_there_is_told() -> None:
+    sentence = r"eaves\.verl needs verl 0\.9\.x, which is not installed"
+    with installed(None), pytest.raises(ImportError, match=sentence):
         eaves.verl.install()
 
 

@@ -1,6 +1,7 @@
 """eaves.verl against the formula, because verl's own function only runs on a GPU. Also verl's import of eaves by
 itself."""
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import eaves
 from cross_entropy_test import each
-from integrations import run_recipe
+from integrations import Foreign, installed, run_recipe
 from log_prob_test import rows_and_head
 from ranks import Ranks
 
@@ -30,8 +31,8 @@ def verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     importer = "from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy\n"
     (folder.parent.parent / "model.py").write_text(importer)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("eaves._replacement.version", lambda _: "0.9.1")
-    yield __import__("verl.model").model
+    with installed("0.9.1"):
+        yield __import__("verl.model").model
     eaves.verl.uninstall()
     for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
         del sys.modules[name]
@@ -82,19 +83,25 @@ def test_the_gradient_of_verl_s_head_is_rounded_once(verl: Any) -> None:
     assert error(1 << 13) < 1.15 * error(None)  # chunks of a few rows, and one chunk
 
 
+VERL = Foreign("0.9.1", {"verl.utils.kernel.linear_cross_entropy": "def linear_cross_entropy():\n    pass\n"}, ())
+
+
 def verl_on_a_rank(group: torch.distributed.ProcessGroup) -> tuple[Tensor, ...]:
     hidden, head, labels = rows_and_head((5,), 40, torch.float64, torch.device("cpu"))
     own = head[10 * group.rank() : 10 * group.rank() + 10].requires_grad_()
     hidden.requires_grad_()
-    log_prob, entropy = eaves.verl._linear_cross_entropy({}, hidden, own, labels, 0.7, "none", group)
+    with VERL.imported(), eaves.verl.install():
+        called = importlib.import_module(next(iter(VERL.modules))).linear_cross_entropy
+        log_prob, entropy = called(hidden, own, labels, 0.7, "none", group)
     (log_prob.sum() - 0.1 * entropy.sum()).backward()
     return log_prob.detach(), entropy.detach(), hidden.grad, own.grad
 
 
-def test_verl_has_a_vocabulary_in_pieces(cpu_ranks: Ranks) -> None:
+def test_verl_has_a_vocabulary_in_pieces(verl: Any, cpu_ranks: Ranks) -> None:
     hidden, head, labels = rows_and_head((5,), 40, torch.float64, torch.device("cpu"))
     leaves = [hidden.requires_grad_(), head.requires_grad_()]
-    log_prob, entropy = eaves.verl._linear_cross_entropy({}, *leaves, labels, 0.7)
+    with eaves.verl.install():
+        log_prob, entropy = verl.linear_cross_entropy(*leaves, labels, 0.7)
     (log_prob.sum() - 0.1 * entropy.sum()).backward()
     log_probs, entropies, of_hidden, of_head = zip(*cpu_ranks.run(verl_on_a_rank), strict=True)
     for found, expected in (

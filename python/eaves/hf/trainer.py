@@ -57,7 +57,7 @@ def _methods(options: dict[str, Any], theirs: tuple[Any, ...]) -> tuple[Any, ...
     @functools.wraps(their_init)
     def init(self: Any, *arguments: Any, **keywords: Any) -> None:
         their_init(self, *arguments, **keywords)
-        _patch_model_of(self, self.model, options)
+        patch_model_of(self, self.model, options)
         if self.model_init is not None:  # on the instance, because train() calls it even after uninstall()
             self.call_model_init = functools.partial(_made_model, self, self.call_model_init, options)
 
@@ -74,7 +74,7 @@ def _methods(options: dict[str, Any], theirs: tuple[Any, ...]) -> tuple[Any, ...
 
 def _made_model(trainer: Any, make: Any, options: dict[str, Any], *arguments: Any, **keywords: Any) -> Any:
     model = make(*arguments, **keywords)
-    _patch_model_of(trainer, model, options)
+    patch_model_of(trainer, model, options)
     return model
 
 
@@ -82,7 +82,7 @@ def _made_model(trainer: Any, make: Any, options: dict[str, Any], *arguments: An
 _own_smoothing: weakref.WeakKeyDictionary[Any, tuple[float, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
-def _patch_model_of(trainer: Any, model: Any, options: dict[str, Any]) -> None:
+def patch_model_of(trainer: Any, model: Any, options: dict[str, Any]) -> None:
     arguments = trainer.args
     try:
         base: Any = base_of(model, "patch")
