@@ -3,6 +3,7 @@ _torch/cross_entropy_rules.py, the operators over ranks in _parallel/cross_entro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,29 @@ from eaves._parallel import cross_entropy as ranks
 from eaves._parallel.shard import ShardArguments
 from eaves._torch.checks import given
 from eaves._torch.cross_entropy_rules import Forward
-from eaves._torch.operator import apply, call, dispatch, gradient_function, gradients_of, run_plainly, takes
-from eaves._torch.outputs import MEAN, for_backward, in_order, keep_outputs, kept_for_backward, upstream_of
+from eaves._torch.operator import (
+    Refused,
+    apply,
+    apply_plainly,
+    call,
+    dispatch,
+    gradient_function,
+    gradients_of,
+    is_first_derivative,
+    run,
+    run_plainly,
+    takes,
+)
+from eaves._torch.outputs import (
+    MEAN,
+    NONE,
+    for_backward,
+    in_order,
+    keep_outputs,
+    kept_for_backward,
+    log_prob_of,
+    upstream_of,
+)
 from eaves._torch.registration import give_derivative, refuse_lost_derivatives
 
 forward = torch.ops.eaves.cross_entropy_forward.default
@@ -51,13 +73,14 @@ class CrossEntropy(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.options = inputs[5:9]
         computed, wanted, number_tensor, shard, ctx.op = inputs[9:]
+        ctx.computed, ctx.wanted = computed, wanted
         place = None if shard is None else output[-1]
         ctx.save_for_backward(*inputs[:4], *keep_outputs(ctx, output, computed, wanted), number_tensor, place)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         nothing = (None,) * 13
-        upstream = upstream_of(ctx, grads)
+        upstream = upstream_of(grads, ctx.computed, ctx.wanted)
         if not upstream:
             return None, *nothing
         *inputs, lse, entropy, target_mass, divisor, number_tensor, place = ctx.saved_tensors
@@ -74,29 +97,61 @@ class CrossEntropy(torch.autograd.Function):
         return of_logits, *nothing
 
 
-_PLAIN = (-1, -100, MEAN, ())  # class axis, ignore_index, reduction and numbers of a call without options
-_KEPT_PLAINLY = kept_for_backward(0, MEAN, False)
+def _plain(op: str, mode: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """logits, targets -> the mean of a plain call, or without a reduction its log-probabilities."""
+    is_mean, options, kept = mode == MEAN, _options(mode), kept_for_backward(0, mode, False)
+
+    class Plain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+            result: Tensor
+            result, *saved = run_plainly(forward, logits, targets, None, None, None, *options, kept)
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(logits, targets, *saved)
+            return result if is_mean else log_prob_of(result)
+
+        @staticmethod
+        def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, None]:
+            if upstream is None:
+                return None, None
+            logits, targets, lse, *divisor = ctx.saved_tensors
+            grad_loss, of_mean = (upstream, divisor[0]) if is_mean else (-upstream, None)
+            arguments = (grad_loss, None, None, logits, targets, None, None, lse, None, None, of_mean, *options)
+            if is_first_derivative(grad_loss):
+                return run(op, _backward, *arguments), None
+            return dispatch(op, (logits, grad_loss), _Gradient, _backward, *arguments), None
+
+    return apply_plainly(Plain)
 
 
-class PlainMean(torch.autograd.Function):
-    """CrossEntropy of a call without options and outside of torch.func. There is less of it to run, which small calls
-    show."""
+def _options(mode: int) -> tuple[Any, ...]:
+    """The operator's options of a plain call."""
+    return (-1, -100, mode, ())
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        loss, lse, divisor = run_plainly(forward, logits, targets, None, None, None, *_PLAIN, _KEPT_PLAINLY)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, targets, lse, divisor)
-        result: Tensor = loss
-        return result
 
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Tensor | None, None]:
-        if grad_loss is None:
-            return None, None
-        logits, targets, lse, divisor = ctx.saved_tensors
-        tensors = (grad_loss, None, None, logits, targets, None, None, lse, None, None, divisor)
-        return dispatch(OP, (logits, grad_loss), _Gradient, _backward, *tensors, *_PLAIN), None
+_plain_mean, _plain_log_prob = _plain(OP, MEAN), _plain("log_prob", NONE)
+
+
+def mean_of_plain_call(logits: Tensor, targets: Tensor) -> Tensor | None:
+    """The mean of a plain call; None where it needs the checks."""
+    try:
+        if not torch.is_grad_enabled() or not (logits.requires_grad or targets.requires_grad):
+            mean: Tensor = run_plainly(forward, logits, targets)[0]  # the operator's options are the mean's
+            return mean
+        return None if targets.is_floating_point() else _plain_mean(logits, targets)  # probabilities need more
+    except Refused:
+        return None
+
+
+def log_probs_of_plain_call(logits: Tensor, targets: Tensor) -> Tensor | None:
+    """The log-probabilities of a plain call, whose targets are classes; None where it needs the checks."""
+    try:
+        if torch.is_grad_enabled() and logits.requires_grad:
+            return _plain_log_prob(logits, targets)
+        losses: Tensor = run_plainly(forward, logits, targets, None, None, None, *_options(NONE))[0]
+        return log_prob_of(losses)
+    except Refused:
+        return None
 
 
 def _differentiable(*arguments: Any, number_tensor: Tensor | None = None) -> list[Tensor]:
