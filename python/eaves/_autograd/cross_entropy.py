@@ -21,8 +21,6 @@ from eaves._torch.operator import (
     dispatch,
     gradient_function,
     gradients_of,
-    is_first_derivative,
-    run,
     run_plainly,
     takes,
 )
@@ -98,10 +96,10 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def _plain(op: str, mode: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """logits, targets -> the mean of a plain call, or without a reduction its log-probabilities."""
-    is_mean, options, kept = mode == MEAN, _options(mode), kept_for_backward(0, mode, False)
+    """CrossEntropy of a plain call: logits, targets -> the mean, or without a reduction the log-probabilities."""
+    is_mean, options, kept = mode == MEAN, (-1, -100, mode, ()), kept_for_backward(0, mode, False)
 
-    class Plain(torch.autograd.Function):
+    class PlainCrossEntropy(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
             result: Tensor
@@ -117,16 +115,9 @@ def _plain(op: str, mode: int) -> Callable[[Tensor, Tensor], Tensor]:
             logits, targets, lse, *divisor = ctx.saved_tensors
             grad_loss, of_mean = (upstream, divisor[0]) if is_mean else (-upstream, None)
             arguments = (grad_loss, None, None, logits, targets, None, None, lse, None, None, of_mean, *options)
-            if is_first_derivative(grad_loss):
-                return run(op, _backward, *arguments), None
             return dispatch(op, (logits, grad_loss), _Gradient, _backward, *arguments), None
 
-    return apply_plainly(Plain)
-
-
-def _options(mode: int) -> tuple[Any, ...]:
-    """The operator's options of a plain call."""
-    return (-1, -100, mode, ())
+    return apply_plainly(PlainCrossEntropy)
 
 
 _plain_mean, _plain_log_prob = _plain(OP, MEAN), _plain("log_prob", NONE)
@@ -148,7 +139,7 @@ def log_probs_of_plain_call(logits: Tensor, targets: Tensor) -> Tensor | None:
     try:
         if torch.is_grad_enabled() and logits.requires_grad:
             return _plain_log_prob(logits, targets)
-        losses: Tensor = run_plainly(forward, logits, targets, None, None, None, *_options(NONE))[0]
+        losses: Tensor = run_plainly(forward, logits, targets, None, None, None, -1, -100, NONE, ())[0]
         return log_prob_of(losses)
     except Refused:
         return None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from eaves._torch.checks import said
 from eaves._torch.operator import Refused, apply, call, is_one, run_plainly
 from eaves._torch.options import shape_of
 from eaves._torch.outputs import DIVISOR, LSE, MEAN, RETURNED, TARGET_MASS, pick
-from eaves._torch.registration import refuse_lost_derivatives
+from eaves._torch.registration import has_tangent, refuse_lost_derivatives
 from eaves._torch.transforms import is_batched, is_transforming
 
 _forward_backward = torch.ops.eaves.cross_entropy_forward_backward.default
@@ -52,22 +50,20 @@ def refuse_in_place(op: str, input: Tensor) -> None:
 class _InPlaceInForward(torch.autograd.Function):
     """Forward and backward in one pass, which writes the gradient, for an upstream gradient of 1, over the logits.
 
-    The logits are an input that is written over, and no output: a backward of an operator that read them before has to
-    fail, which the version counter sees to, and not to differentiate through this function. `run` calls the extension,
-    whose arguments follow `input`. Into `handed_out` the backward puts the gradients that it has handed out.
+    Before it the extension has computed `outputs`, so that its errors leave the logits and their graph alone. The
+    logits are an input that is written over, and no output: a backward of an operator that read them before has to
+    fail, which the version counter sees to, and not to differentiate through this function. Into `handed_out` the
+    backward puts the gradients that it has handed out.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, arguments: tuple[Any, ...], run: Callable[..., Any], handed_out: list[Any], op: str
+        ctx: Any, input: Tensor, outputs: tuple[Tensor, ...], axis: int, handed_out: list[Any], op: str
     ) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = run(_forward_backward, input, *arguments)
         torch.autograd.graph.increment_version(input)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input)
-        ctx.axis, ctx.handed_out, ctx.op, ctx.is_used = arguments[4], handed_out, op, False
-        if not arguments[-1]:  # small calls show what an output costs that the caller does not get
-            return outputs[:1]
+        ctx.axis, ctx.handed_out, ctx.op, ctx.is_used = axis, handed_out, op, False
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
@@ -100,27 +96,34 @@ class _WrittenOver(torch.autograd.Function):
 
 def in_place_of_plain_call(logits: Tensor, targets: Tensor) -> Tensor | None:
     """The loss of a plain call, and the gradient over its logits; None where it needs the checks."""
-    refuse_in_place(OP, logits)
     try:
-        arguments = (targets, None, None, None, -1, -100, MEAN, (), 0)
-        loss: Tensor = in_place_in_forward(OP, logits, *arguments, run=run_plainly)[0]
-        return loss
-    except Refused:
+        refuse_in_place(OP, logits)
+        loss, *_ = run_plainly(_forward_backward, logits, targets, None, None, None, -1, -100, MEAN, (), 0)
+    except (Refused, RuntimeError, ValueError):  # what is wrong with the targets is said first
         return None
+    return _written_over(OP, logits, (loss,), -1)[0]
 
 
-def in_place_in_forward(op: str, input: Tensor, *arguments: Any, run: Callable[..., Any] | None = None) -> Any:
-    """The outputs. Of logits that are a whole tensor, or all of one in another shape, the gradient may be that of the
-    loss alone. Of other views that would cost a copy of the gradient, and they are left as they are."""
-    if run is None:
-        run = partial(call, op)
+def in_place_in_forward(op: str, input: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """The loss, with the outputs RETURNED_IN_PLACE where some are wanted, and the gradient over the logits."""
+    outputs = call(op, _forward_backward, input, *arguments)
+    axis, *_, wanted = arguments[4:]
+    # Small calls show what an output of a Function costs that the caller does not get.
+    return _written_over(op, input, tuple(outputs if wanted else outputs[:1]), axis)
+
+
+def _written_over(op: str, input: Tensor, outputs: tuple[Tensor, ...], axis: int) -> tuple[Tensor, ...]:
+    """The outputs as those of `_InPlaceInForward`. Of logits that are a whole tensor, or all of one in another shape,
+    the gradient may be that of the loss alone. Of other views that would cost a copy of the gradient, and they are left
+    as they are."""
     whole = input._base if input._is_view() else input
     handed_out: list[tuple[int, int]] = []
     if whole is None or not whole.requires_grad or (whole is not input and not _is_all_of(input, whole)):
-        return apply(op, _InPlaceInForward, input, arguments, run, handed_out, op)
+        found: tuple[Tensor, ...] = apply(op, _InPlaceInForward, input, outputs, axis, handed_out, op)
+        return found
     apply(op, _WrittenOver, whole)
     logits = input if whole is input else whole.view(input.shape)  # a new view, whose backward is a view
-    outputs = apply(op, _InPlaceInForward, logits, arguments, run, handed_out, op)
+    found = apply(op, _InPlaceInForward, logits, outputs, axis, handed_out, op)
 
     def check(grad: Tensor) -> None:
         if not torch.compiler.is_compiling() and _contents_of(grad) not in handed_out:
@@ -131,7 +134,7 @@ def in_place_in_forward(op: str, input: Tensor, *arguments: Any, run: Callable[.
 
     # The first of its hooks, so that others may change the gradient.
     whole.register_hook(check)  # type: ignore[no-untyped-call]
-    return outputs
+    return found
 
 
 def _is_all_of(view: Tensor, base: Tensor) -> bool:
@@ -179,7 +182,7 @@ def _of_only_backward(ctx: Any, grad_loss: Tensor) -> list[Any]:
     """The saved tensors. Refuses a second backward."""
     if is_batched(grad_loss):
         raise NotImplementedError(f"{ctx.op}: with inplace_backward no backward has a batch (is_grads_batched=True)")
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or has_tangent(grad_loss):
         raise NotImplementedError(
             f"{ctx.op}: with inplace_backward the gradient has no derivative (create_graph=True); leave it out"
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -39,9 +39,7 @@ from eaves._torch.operator import (
     dispatch,
     gradient_function,
     gradients_of,
-    is_first_derivative,
     is_one,
-    run,
     run_plainly,
     takes,
 )
@@ -55,11 +53,8 @@ from eaves._torch.outputs import (
     log_prob_of,
     upstream_of,
 )
-from eaves._torch.registration import give_derivative, refuse_lost_derivatives
+from eaves._torch.registration import give_derivative, has_tangent, refuse_lost_derivatives
 from eaves._torch.transforms import is_batched
-
-if TYPE_CHECKING:
-    from eaves._torch.registration import OpOverload
 
 _forward = torch.ops.eaves.linear_cross_entropy_forward.default
 _forward_keep = torch.ops.eaves.linear_cross_entropy_forward_keep.default
@@ -156,10 +151,12 @@ def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor 
         kept = kept.data if is_usable else None  # .data: it is written over, and that is no error of the caller's
         ctx.has_kept = ctx.has_kept and upstream[2] is None
     refuse_zero3(op, head=head, bias=bias)
-    head = head.to(hidden.dtype)
+    if head.dtype != hidden.dtype:
+        head = head.to(hidden.dtype)
     saved: Sequence[Tensor | None] = (lse, entropy, target_mass, divisor)
     upstream, saved = for_backward(upstream, saved, record.options[_REDUCTION])
-    bits = sum(bit for bit, needs in zip(GRADIENTS, ctx.needs_input_grad) if needs)
+    of_hidden, of_head, of_bias = ctx.needs_input_grad[: len(GRADIENTS)]
+    bits = of_hidden * OF_HIDDEN | of_head * OF_HEAD | of_bias * OF_BIAS
     arguments = (*upstream, hidden, head, bias, *others, *saved, *record.options)
     if record.grad_weight_out is not None and bits & OF_HEAD:
         return _accumulate(record, arguments, bits & ~OF_HEAD, place, kept)
@@ -294,7 +291,7 @@ def _multiplied(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | N
         ]
         return _handed_out(record, in_places(scaled, bits))
     is_factor = grad_lse is None and grad_entropy is None and not torch.is_grad_enabled()
-    if grad_loss is None or not is_factor or is_batched(grad_loss):
+    if grad_loss is None or not is_factor or is_batched(grad_loss) or has_tangent(grad_loss):
         return _compute_again(ctx, upstream)
     if record.is_of_zero3 and (ctx.gradients is None or bits & OF_HEAD):
         refuse_zero3(op, head=ctx.saved_tensors[1])
@@ -307,84 +304,53 @@ def _multiplied(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | N
     if mode == NONE:
         # .data: a selective checkpoint that keeps this tensor raises if its version changes.
         assert gradients[0] is not None
-        run(op, _rescale_rows, gradients[0].data, grad_loss, -1)
+        call(op, _rescale_rows, gradients[0].data, grad_loss, -1)
     elif not is_one(grad_loss):
-        run(op, _rescale, *gradients, grad_loss)
+        call(op, _rescale, *gradients, grad_loss)
     if record.grad_weight_out is not None and gradients[1] is not None:
         record.grad_weight_out.add_(gradients[1])
         gradients[1] = None
     return _handed_out(record, gradients)
 
 
-# Functions of plain calls (see _torch/operator.py): hidden, head, bias, targets -> the mean, or without a reduction the
-# log-probabilities.
-
-
-def _forward_plainly(
-    ctx: Any, overload: OpOverload, tensors: tuple[Tensor | None, ...], record: Record, *gradients: int
-) -> Tensor:
-    result: Tensor
-    arguments = (*tensors, None, None, None, *record.options, record.computed, *gradients)
-    result, lse, *behind = run_plainly(overload, *arguments)
-    divisor = None
-    if record.options[_REDUCTION] == MEAN:
-        divisor, *behind = behind
-    else:
-        result = log_prob_of(result)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, None, None, None, lse, None, None, divisor, None, None)  # in the order of `_save`
-    ctx.record, ctx.has_kept, ctx.gradients = record, False, behind
-    return result
-
-
-def _grad_loss_of(record: Record, upstream: Tensor) -> Tensor:
-    return upstream if record.options[_REDUCTION] == MEAN else -upstream
-
-
-class _PlainSpeed(torch.autograd.Function):
-    """Speed of a plain call."""
+class _Plain(torch.autograd.Function):
+    """Recompute of a plain call, or Speed where the record names gradients: the mean, or without a reduction the
+    log-probabilities."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, record = arguments
-        return _forward_plainly(ctx, _forward_backward, tuple(tensors), record, record.gradients)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        if upstream is None:
-            return None, None, None, None, None
-        return *_multiplied(ctx, (_grad_loss_of(ctx.record, upstream), None, None)), None, None
-
-
-class _PlainRecompute(torch.autograd.Function):
-    """Recompute of a plain call."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, record = arguments
-        return _forward_plainly(ctx, _forward, tuple(tensors), record)
+        *tensors, record = arguments  # hidden, head, bias, targets
+        overload, gradients = (_forward_backward, (record.gradients,)) if record.gradients else (_forward, ())
+        result: Tensor
+        result, lse, *behind = run_plainly(
+            overload, *tensors, None, None, None, *record.options, record.computed, *gradients
+        )
+        is_mean = record.options[_REDUCTION] == MEAN
+        divisor = behind.pop(0) if is_mean else None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, None, None, None, lse, None, None, divisor, None, None)  # as `_save`
+        ctx.record, ctx.has_kept, ctx.gradients = record, False, behind
+        return result if is_mean else log_prob_of(result)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if upstream is None:
             return None, None, None, None, None
         record: Record = ctx.record
-        grad_loss = _grad_loss_of(record, upstream)
-        if record.is_of_zero3 or not is_first_derivative(grad_loss):
-            return *_compute_again(ctx, (grad_loss, None, None)), None, None
-        hidden, head, bias, targets, _, _, _, lse, _, _, divisor, _, _ = ctx.saved_tensors
-        of_hidden, of_head, of_bias, _, _ = ctx.needs_input_grad
-        grad_hidden, grad_head, grad_bias = run(
-            record.op, _backward, grad_loss, None, None, hidden, head, bias, targets, None, None, lse, None, None,
-            divisor, *record.options, of_hidden * OF_HIDDEN | of_head * OF_HEAD | of_bias * OF_BIAS,
-        )  # fmt: skip
-        return (
-            grad_hidden if of_hidden else None, grad_head if of_head else None, grad_bias if of_bias else None, None,
-            None,
-        )  # fmt: skip
+        grad_loss = upstream if record.options[_REDUCTION] == MEAN else -upstream
+        gradients = _multiplied if record.gradients else _compute_again
+        return *gradients(ctx, (grad_loss, None, None)), None, None
 
 
-_plain_speed, _plain_recompute = apply_plainly(_PlainSpeed), apply_plainly(_PlainRecompute)
+class PlainSpeed(_Plain):
+    """Profilers and graphs show which of the two it is."""
+
+
+class PlainRecompute(_Plain):
+    pass
+
+
+_plain_speed, _plain_recompute = apply_plainly(PlainSpeed), apply_plainly(PlainRecompute)
 
 
 @lru_cache(maxsize=256)

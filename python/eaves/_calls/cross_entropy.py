@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from eaves._arguments import output_names, reduction_of
 from eaves._autograd.cross_entropy import OP, CrossEntropy, mean_of_plain_call, run_forward
@@ -105,11 +106,8 @@ class CrossEntropyCall(NamedTuple):
 
 
 def loss_of_logits(call: CrossEntropyCall) -> Tensor | CrossEntropyOutput:
-    if _is_plain(call):
-        if not call.inplace_backward:
-            loss = mean_of_plain_call(call.logits, call.targets)
-        else:
-            loss = _in_place_plainly(call)
+    if not is_compiling() and _is_plain(call):
+        loss = mean_of_plain_call(call.logits, call.targets) if not call.inplace_backward else _in_place_plainly(call)
         if loss is not None:
             return loss
     if call.group is not None or is_distributed(call.logits):
@@ -198,7 +196,7 @@ def _computed(call: CrossEntropyCall, shard: ShardArguments | None = None) -> Te
     else:
         refuse_gradient(op, "targets", targets)
         needs_target_mass = is_soft or (class_weight is not None and (may_smooth or shard is not None))
-        if not inplace_backward or torch.compiler.is_compiling():
+        if not inplace_backward or is_compiling():
             computed = kept_for_backward(wanted, mode, needs_target_mass)
             results = apply(op, CrossEntropy, *arguments, computed, wanted, number_tensor, shard, op)
         else:

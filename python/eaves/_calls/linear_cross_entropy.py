@@ -134,7 +134,7 @@ def loss_of_head(call: LinearCrossEntropyCall) -> Tensor | CrossEntropyOutput:
         if torch.compiler.is_compiling() and not is_exporting() and reads_value(call):
             return uncompiled(call.op, loss_of_head)(call)  # type: ignore[no-any-return]
         call = with_learned_scale(call)
-    if are_defaults(call[4:], _PLAIN):
+    if not torch.compiler.is_compiling() and are_defaults(call[4:], _PLAIN):
         loss = result_plainly(OP, MEAN, *call[:4])
         if loss is not None:
             return loss
@@ -159,7 +159,7 @@ def result_plainly(op: str, mode: int, hidden: Any, head: Any, targets: Any, bia
         return None
     if len(shape) != 2 or not sizes or sizes[-1] != shape[1] or 0 in shape:
         return None
-    if torch.is_autocast_enabled("cpu" if hidden.is_cpu else hidden.device.type):
+    if torch.is_autocast_enabled("cpu" if hidden.is_cpu else "cuda"):
         return None
     gradients = 0
     if torch.is_grad_enabled():

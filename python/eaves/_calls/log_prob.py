@@ -122,7 +122,7 @@ def log_probs_of(call: LogProbCall) -> Tensor | LogProbOutput:
     has_tokens = isinstance(tokens, Tensor) and isinstance(x, Tensor) and tokens.dim() == x.dim() != 0
     if has_tokens or isinstance(call.temperature, Tensor):
         return _of_several(call)
-    if are_defaults(call[6:], _PLAIN):
+    if not torch.compiler.is_compiling() and are_defaults(call[6:], _PLAIN):
         found = _log_probs_plainly(call)
         if found is not None:
             return found

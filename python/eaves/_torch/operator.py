@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 
 from eaves._torch.checks import DENSE, explain, kind_of, said
 from eaves._torch.registration import below_autograd, with_number_tensor
-from eaves._torch.transforms import is_batched, is_in_dispatch_mode, is_transforming, needs_function
+from eaves._torch.transforms import is_in_dispatch_mode, is_transforming, needs_function
 
 if TYPE_CHECKING:
     from eaves._torch.registration import OpOverload
@@ -115,20 +115,15 @@ _PLAIN_KINDS = (Tensor, torch.nn.Parameter)
 
 
 def is_eager(x: Any, y: Any) -> bool:
-    """Whether eager PyTorch alone follows a call of two tensors: neither has a class of its own or lacks memory, and no
-    compiler, tracer or transform is active."""
+    """Whether eager PyTorch alone follows a call of two tensors on the CPU or on GPUs: neither has a class of its own,
+    and no tracer or transform is active. Outside of torch.compile only."""
     return (
-        not is_compiling()  # first: the compiler does not follow the others
-        and type(x) in _PLAIN_KINDS
+        type(x) in _PLAIN_KINDS
         and type(y) in _PLAIN_KINDS
-        and not (x.is_meta or y.is_meta or is_in_dispatch_mode() or is_transforming())
+        and ((x.is_cpu and y.is_cpu) or (x.is_cuda and y.is_cuda))
+        and not (is_in_dispatch_mode() or is_transforming())
         and getattr(forward_ad, "_current_level", 0) < 0
     )
-
-
-def is_first_derivative(upstream: Tensor) -> bool:
-    """In a backward: whether eager PyTorch alone follows it, with one upstream gradient and without create_graph."""
-    return not (is_compiling() or torch.is_grad_enabled() or is_batched(upstream))
 
 
 def is_one(upstream: Tensor) -> bool:
@@ -148,18 +143,9 @@ def run_plainly(overload: OpOverload, *arguments: object) -> Any:
     """`call` for the forward of a plain call. Raises Refused."""
     try:
         with below_autograd():
-            return overload._op(*arguments)  # what the overload itself calls, one frame later
+            return overload(*arguments)
     except RuntimeError as error:
         raise Refused from error
-
-
-def run(op: str, overload: OpOverload, *arguments: object) -> Any:
-    """`call` where no compiler is active."""
-    try:
-        with below_autograd():
-            return overload._op(*arguments)
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        _raise_as_what_it_is(op, error, overload, arguments)
 
 
 def call(op: str, overload: OpOverload, *arguments: object, number_tensor: Tensor | None = None) -> Any:

@@ -149,7 +149,7 @@ def for_backward(upstream: Sequence[Any], saved: Sequence[Any], mode: int) -> tu
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     if grad_entropy is None:
-        return (grad_loss, grad_lse, None), (lse.detach(), None, target_mass, divisor)
+        return (grad_loss, grad_lse, None), (lse.detach() if lse.requires_grad else lse, None, target_mass, divisor)
     return (grad_loss, grad_lse, grad_entropy.contiguous()), (lse.detach(), entropy.detach(), target_mass, divisor)
 
 
