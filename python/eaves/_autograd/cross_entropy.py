@@ -3,7 +3,6 @@ _torch/cross_entropy_rules.py, the operators over ranks in _parallel/cross_entro
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,41 +94,64 @@ class CrossEntropy(torch.autograd.Function):
         return of_logits, *nothing
 
 
-def _plain(op: str, mode: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """CrossEntropy of a plain call: logits, targets -> the mean, or without a reduction the log-probabilities."""
-    is_mean, options, kept = mode == MEAN, (-1, -100, mode, ()), kept_for_backward(0, mode, False)
-
-    class PlainCrossEntropy(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-            result: Tensor
-            result, *saved = run_plainly(forward, logits, targets, None, None, None, *options, kept)
-            ctx.set_materialize_grads(False)
-            ctx.save_for_backward(logits, targets, *saved)
-            return result if is_mean else log_prob_of(result)
-
-        @staticmethod
-        def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, None]:
-            if upstream is None:
-                return None, None
-            logits, targets, lse, *divisor = ctx.saved_tensors
-            grad_loss, of_mean = (upstream, divisor[0]) if is_mean else (-upstream, None)
-            arguments = (grad_loss, None, None, logits, targets, None, None, lse, None, None, of_mean, *options)
-            return dispatch(op, (logits, grad_loss), _Gradient, _backward, *arguments), None
-
-    return apply_plainly(PlainCrossEntropy)
+# Class axis, ignore_index, reduction and numbers of a call without options.
+_OF_MEAN, _OF_ROWS = (-1, -100, MEAN, ()), (-1, -100, NONE, ())
+_KEPT_OF_MEAN, _KEPT_OF_ROWS = kept_for_backward(0, MEAN, False), kept_for_backward(0, NONE, False)
 
 
-_plain_mean, _plain_log_prob = _plain(OP, MEAN), _plain("log_prob", NONE)
+class PlainMean(torch.autograd.Function):
+    """CrossEntropy of a plain call. There is less of it to run, which small calls show."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        loss, lse, divisor = run_plainly(forward, logits, targets, None, None, None, *_OF_MEAN, _KEPT_OF_MEAN)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, targets, lse, divisor)
+        result: Tensor = loss
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad_loss is None:
+            return None, None
+        logits, targets, lse, divisor = ctx.saved_tensors
+        tensors = (grad_loss, None, None, logits, targets, None, None, lse, None, None, divisor)
+        return dispatch(OP, (logits, grad_loss), _Gradient, _backward, *tensors, *_OF_MEAN), None
+
+
+class PlainLogProb(torch.autograd.Function):
+    """PlainMean for the log-probability of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        losses, lse = run_plainly(forward, logits, targets, None, None, None, *_OF_ROWS, _KEPT_OF_ROWS)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, targets, lse)
+        return log_prob_of(losses)
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_prob: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad_log_prob is None:
+            return None, None
+        (logits, targets, lse), grad_losses = ctx.saved_tensors, -grad_log_prob
+        tensors = (grad_losses, None, None, logits, targets, None, None, lse, None, None, None)
+        return dispatch("log_prob", (logits, grad_losses), _Gradient, _backward, *tensors, *_OF_ROWS), None
+
+
+_plain_mean, _plain_log_prob = apply_plainly(PlainMean), apply_plainly(PlainLogProb)
 
 
 def mean_of_plain_call(logits: Tensor, targets: Tensor) -> Tensor | None:
     """The mean of a plain call; None where it needs the checks."""
     try:
+        mean: Tensor
         if not torch.is_grad_enabled() or not (logits.requires_grad or targets.requires_grad):
-            mean: Tensor = run_plainly(forward, logits, targets)[0]  # the operator's options are the mean's
-            return mean
-        return None if targets.is_floating_point() else _plain_mean(logits, targets)  # probabilities need more
+            mean = run_plainly(forward, logits, targets)[0]  # the operator's options are the mean's
+        elif targets.is_floating_point():  # probabilities need more
+            return None
+        else:
+            mean = _plain_mean(logits, targets)
+        return mean
     except Refused:
         return None
 
@@ -138,9 +160,9 @@ def log_probs_of_plain_call(logits: Tensor, targets: Tensor) -> Tensor | None:
     """The log-probabilities of a plain call, whose targets are classes; None where it needs the checks."""
     try:
         if torch.is_grad_enabled() and logits.requires_grad:
-            return _plain_log_prob(logits, targets)
-        losses: Tensor = run_plainly(forward, logits, targets, None, None, None, -1, -100, NONE, ())[0]
-        return log_prob_of(losses)
+            found: Tensor = _plain_log_prob(logits, targets)
+            return found
+        return log_prob_of(run_plainly(forward, logits, targets, None, None, None, *_OF_ROWS)[0])
     except Refused:
         return None
 
