@@ -12,8 +12,27 @@ from eaves._parallel import cross_entropy as ranks
 from eaves._parallel.shard import ShardArguments
 from eaves._torch.checks import given
 from eaves._torch.cross_entropy_rules import Forward
-from eaves._torch.operator import apply, call, dispatch, gradient_function, gradients_of, run_plainly, takes
-from eaves._torch.outputs import MEAN, for_backward, in_order, keep_outputs, kept_for_backward, upstream_of
+from eaves._torch.operator import (
+    Refused,
+    apply,
+    apply_plainly,
+    call,
+    dispatch,
+    gradient_function,
+    gradients_of,
+    run_plainly,
+    takes,
+)
+from eaves._torch.outputs import (
+    MEAN,
+    NONE,
+    for_backward,
+    in_order,
+    keep_outputs,
+    kept_for_backward,
+    log_prob_of,
+    upstream_of,
+)
 from eaves._torch.registration import give_derivative, refuse_lost_derivatives
 
 forward = torch.ops.eaves.cross_entropy_forward.default
@@ -51,13 +70,14 @@ class CrossEntropy(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.options = inputs[5:9]
         computed, wanted, number_tensor, shard, ctx.op = inputs[9:]
+        ctx.computed, ctx.wanted = computed, wanted
         place = None if shard is None else output[-1]
         ctx.save_for_backward(*inputs[:4], *keep_outputs(ctx, output, computed, wanted), number_tensor, place)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         nothing = (None,) * 13
-        upstream = upstream_of(ctx, grads)
+        upstream = upstream_of(grads, ctx.computed, ctx.wanted)
         if not upstream:
             return None, *nothing
         *inputs, lse, entropy, target_mass, divisor, number_tensor, place = ctx.saved_tensors
@@ -74,17 +94,17 @@ class CrossEntropy(torch.autograd.Function):
         return of_logits, *nothing
 
 
-_PLAIN = (-1, -100, MEAN, ())  # class axis, ignore_index, reduction and numbers of a call without options
-_KEPT_PLAINLY = kept_for_backward(0, MEAN, False)
+# Class axis, ignore_index, reduction and numbers of a call without options.
+_OF_MEAN, _OF_ROWS = (-1, -100, MEAN, ()), (-1, -100, NONE, ())
+_KEPT_OF_MEAN, _KEPT_OF_ROWS = kept_for_backward(0, MEAN, False), kept_for_backward(0, NONE, False)
 
 
 class PlainMean(torch.autograd.Function):
-    """CrossEntropy of a call without options and outside of torch.func. There is less of it to run, which small calls
-    show."""
+    """CrossEntropy of a plain call. There is less of it to run, which small calls show."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        loss, lse, divisor = run_plainly(forward, logits, targets, None, None, None, *_PLAIN, _KEPT_PLAINLY)
+        loss, lse, divisor = run_plainly(forward, logits, targets, None, None, None, *_OF_MEAN, _KEPT_OF_MEAN)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, targets, lse, divisor)
         result: Tensor = loss
@@ -96,7 +116,55 @@ class PlainMean(torch.autograd.Function):
             return None, None
         logits, targets, lse, divisor = ctx.saved_tensors
         tensors = (grad_loss, None, None, logits, targets, None, None, lse, None, None, divisor)
-        return dispatch(OP, (logits, grad_loss), _Gradient, _backward, *tensors, *_PLAIN), None
+        return dispatch(OP, (logits, grad_loss), _Gradient, _backward, *tensors, *_OF_MEAN), None
+
+
+class PlainLogProb(torch.autograd.Function):
+    """PlainMean for the log-probability of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        losses, lse = run_plainly(forward, logits, targets, None, None, None, *_OF_ROWS, _KEPT_OF_ROWS)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, targets, lse)
+        return log_prob_of(losses)
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_prob: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad_log_prob is None:
+            return None, None
+        (logits, targets, lse), grad_losses = ctx.saved_tensors, -grad_log_prob
+        tensors = (grad_losses, None, None, logits, targets, None, None, lse, None, None, None)
+        return dispatch("log_prob", (logits, grad_losses), _Gradient, _backward, *tensors, *_OF_ROWS), None
+
+
+_plain_mean, _plain_log_prob = apply_plainly(PlainMean), apply_plainly(PlainLogProb)
+
+
+def mean_of_plain_call(logits: Tensor, targets: Tensor) -> Tensor | None:
+    """The mean of a plain call; None where it needs the checks."""
+    try:
+        mean: Tensor
+        if not torch.is_grad_enabled() or not (logits.requires_grad or targets.requires_grad):
+            mean = run_plainly(forward, logits, targets)[0]  # the operator's options are the mean's
+        elif targets.is_floating_point():  # probabilities need more
+            return None
+        else:
+            mean = _plain_mean(logits, targets)
+        return mean
+    except Refused:
+        return None
+
+
+def log_probs_of_plain_call(logits: Tensor, targets: Tensor) -> Tensor | None:
+    """The log-probabilities of a plain call, whose targets are classes; None where it needs the checks."""
+    try:
+        if torch.is_grad_enabled() and logits.requires_grad:
+            found: Tensor = _plain_log_prob(logits, targets)
+            return found
+        return log_prob_of(run_plainly(forward, logits, targets, None, None, None, *_OF_ROWS)[0])
+    except Refused:
+        return None
 
 
 def _differentiable(*arguments: Any, number_tensor: Tensor | None = None) -> list[Tensor]:

@@ -10,10 +10,10 @@ from torch import Tensor
 from eaves._autograd.cross_entropy import OP, run_forward
 from eaves._parallel import cross_entropy as ranks
 from eaves._torch.checks import said
-from eaves._torch.operator import apply, call
+from eaves._torch.operator import Refused, apply, call, is_one, run_plainly
 from eaves._torch.options import shape_of
-from eaves._torch.outputs import DIVISOR, LSE, RETURNED, TARGET_MASS, pick
-from eaves._torch.registration import refuse_lost_derivatives
+from eaves._torch.outputs import DIVISOR, LSE, MEAN, RETURNED, TARGET_MASS, pick
+from eaves._torch.registration import has_tangent, refuse_lost_derivatives
 from eaves._torch.transforms import is_batched, is_transforming
 
 _forward_backward = torch.ops.eaves.cross_entropy_forward_backward.default
@@ -50,33 +50,34 @@ def refuse_in_place(op: str, input: Tensor) -> None:
 class _InPlaceInForward(torch.autograd.Function):
     """Forward and backward in one pass, which writes the gradient, for an upstream gradient of 1, over the logits.
 
-    The logits are an input that is written over, and no output: a backward of an operator that read them before has to
-    fail, which the version counter sees to, and not to differentiate through this function. Behind the arguments of the
-    extension is a list, into which the backward puts the gradients that it has handed out, and the name of the function
-    that the user called.
+    Before it the extension has computed `outputs`, so that its errors leave the logits and their graph alone. The
+    logits are an input that is written over, and no output: a backward of an operator that read them before has to
+    fail, which the version counter sees to, and not to differentiate through this function. Into `handed_out` the
+    backward puts the gradients that it has handed out.
     """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, *arguments_and_list: Any) -> tuple[Tensor, ...]:
-        *arguments, ctx.handed_out, ctx.op = arguments_and_list
-        outputs: tuple[Tensor, ...] = tuple(call(ctx.op, _forward_backward, input, *arguments))
+    def forward(
+        ctx: Any, input: Tensor, outputs: tuple[Tensor, ...], axis: int, handed_out: list[Any], op: str
+    ) -> tuple[Tensor, ...]:
         torch.autograd.graph.increment_version(input)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*outputs[1:])
         ctx.save_for_backward(input)
-        ctx.axis, ctx.is_used = arguments[4], False
+        ctx.axis, ctx.handed_out, ctx.op, ctx.is_used = axis, handed_out, op, False
+        ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 11
         if grad_loss is None:
-            return None, *nothing
+            return None, None, None, None, None
         (grad_input,) = _of_only_backward(ctx, grad_loss)
-        call(ctx.op, _rescale, grad_input, grad_loss, ctx.axis)  # reads and writes nothing if grad_loss is 1
-        if not torch.compiler.is_compiling():
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling or not is_one(grad_loss):
+            call(ctx.op, _rescale, grad_input, grad_loss, ctx.axis)
+        if not is_compiling:
             ctx.handed_out.append(_contents_of(grad_input))
-        return grad_input, *nothing
+        return grad_input, None, None, None, None
 
 
 class _WrittenOver(torch.autograd.Function):
@@ -93,16 +94,36 @@ class _WrittenOver(torch.autograd.Function):
         return grad
 
 
-def in_place_in_forward(op: str, input: Tensor, *arguments: Any) -> Any:
-    """Of logits that are a whole tensor, or all of one in another shape, the gradient may be that of the loss alone. Of
-    other views that would cost a copy of the gradient, and they are left as they are."""
+def in_place_of_plain_call(logits: Tensor, targets: Tensor) -> Tensor | None:
+    """The loss of a plain call, and the gradient over its logits; None where it needs the checks."""
+    try:
+        refuse_in_place(OP, logits)
+        loss, *_ = run_plainly(_forward_backward, logits, targets, None, None, None, -1, -100, MEAN, (), 0)
+    except (Refused, RuntimeError, ValueError):  # what is wrong with the targets is said first
+        return None
+    return _written_over(OP, logits, (loss,), -1)[0]
+
+
+def in_place_in_forward(op: str, input: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """The loss, with the outputs RETURNED_IN_PLACE where some are wanted, and the gradient over the logits."""
+    outputs = call(op, _forward_backward, input, *arguments)
+    axis, *_, wanted = arguments[4:]
+    # Small calls show what an output of a Function costs that the caller does not get.
+    return _written_over(op, input, tuple(outputs if wanted else outputs[:1]), axis)
+
+
+def _written_over(op: str, input: Tensor, outputs: tuple[Tensor, ...], axis: int) -> tuple[Tensor, ...]:
+    """The outputs as those of `_InPlaceInForward`. Of logits that are a whole tensor, or all of one in another shape,
+    the gradient may be that of the loss alone. Of other views that would cost a copy of the gradient, and they are left
+    as they are."""
     whole = input._base if input._is_view() else input
     handed_out: list[tuple[int, int]] = []
     if whole is None or not whole.requires_grad or (whole is not input and not _is_all_of(input, whole)):
-        return apply(op, _InPlaceInForward, input, *arguments, handed_out, op)
+        found: tuple[Tensor, ...] = apply(op, _InPlaceInForward, input, outputs, axis, handed_out, op)
+        return found
     apply(op, _WrittenOver, whole)
     logits = input if whole is input else whole.view(input.shape)  # a new view, whose backward is a view
-    outputs = apply(op, _InPlaceInForward, logits, *arguments, handed_out, op)
+    found = apply(op, _InPlaceInForward, logits, outputs, axis, handed_out, op)
 
     def check(grad: Tensor) -> None:
         if not torch.compiler.is_compiling() and _contents_of(grad) not in handed_out:
@@ -113,7 +134,7 @@ def in_place_in_forward(op: str, input: Tensor, *arguments: Any) -> Any:
 
     # The first of its hooks, so that others may change the gradient.
     whole.register_hook(check)  # type: ignore[no-untyped-call]
-    return outputs
+    return found
 
 
 def _is_all_of(view: Tensor, base: Tensor) -> bool:
@@ -161,7 +182,7 @@ def _of_only_backward(ctx: Any, grad_loss: Tensor) -> list[Any]:
     """The saved tensors. Refuses a second backward."""
     if is_batched(grad_loss):
         raise NotImplementedError(f"{ctx.op}: with inplace_backward no backward has a batch (is_grads_batched=True)")
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or has_tangent(grad_loss):
         raise NotImplementedError(
             f"{ctx.op}: with inplace_backward the gradient has no derivative (create_graph=True); leave it out"
         )

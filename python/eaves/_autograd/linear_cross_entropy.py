@@ -10,7 +10,8 @@ multiplies them in the backward by the one that came; "memory" is that in smalle
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,9 +31,29 @@ from eaves._torch.linear_cross_entropy_rules import (
     Forward,
     in_places,
 )
-from eaves._torch.operator import apply, call, dispatch, gradient_function, gradients_of, takes
-from eaves._torch.outputs import NONE, for_backward, in_order, keep_outputs, kept_for_backward, upstream_of
-from eaves._torch.registration import give_derivative, refuse_lost_derivatives
+from eaves._torch.operator import (
+    Refused,
+    apply,
+    apply_plainly,
+    call,
+    dispatch,
+    gradient_function,
+    gradients_of,
+    is_one,
+    run_plainly,
+    takes,
+)
+from eaves._torch.outputs import (
+    MEAN,
+    NONE,
+    for_backward,
+    in_order,
+    keep_outputs,
+    kept_for_backward,
+    log_prob_of,
+    upstream_of,
+)
+from eaves._torch.registration import give_derivative, has_tangent, refuse_lost_derivatives
 from eaves._torch.transforms import is_batched
 
 _forward = torch.ops.eaves.linear_cross_entropy_forward.default
@@ -89,77 +110,99 @@ def _split(results: list[Tensor], bits: int, shard: ShardArguments | None) -> tu
     return tuple(results[:count]), results[count:end]
 
 
+class Record(NamedTuple):
+    """What a backward has to know of a call beside its tensors."""
+
+    op: str  # the function that the user called
+    options: tuple[Any, ...]  # of the extension
+    computed: int  # the outputs that the forward computes,
+    followed: int  # and those of them that may have a gradient
+    gradients: int  # that the forward computes, and the bit of the dtype of the head's
+    head_dtype: torch.dtype
+    is_of_zero3: bool = False
+    is_compiled: bool = False
+    shard: ShardArguments | None = None
+    grad_weight_out: Tensor | None = None
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor], is_loss_alone: bool = False) -> None:
     """Keeps what a backward needs."""
-    tensors, ctx.options = inputs[TENSORS], inputs[OPTIONS]
-    computed, gradients, number_tensor, ctx.shard, ctx.op, keep_bytes, ctx.grad_weight_out, _, followed = inputs[
-        OPTIONS.stop :
-    ]
-    ctx.wide, ctx.head_dtype = gradients & WIDE_HEAD, tensors[1].dtype
-    ctx.is_compiled = torch.compiler.is_compiling()
-    ctx.is_of_zero3 = not ctx.is_compiled and hasattr(tensors[1], "ds_id")
+    tensors = inputs[TENSORS]
+    computed, gradients, number_tensor, shard, op, keep_bytes, out, _, followed = inputs[OPTIONS.stop :]
+    is_compiled = torch.compiler.is_compiling()
+    is_of_zero3 = not is_compiled and hasattr(tensors[1], "ds_id")
+    ctx.record = Record(
+        op, inputs[OPTIONS], computed, followed, gradients, tensors[1].dtype, is_of_zero3, is_compiled, shard, out
+    )
     ctx.has_kept = keep_bytes is not None
-    last = output[-1] if ctx.has_kept or ctx.shard is not None else None
+    last = output[-1] if ctx.has_kept or shard is not None else None
     ctx.save_for_backward(*tensors, *keep_outputs(ctx, output, computed, followed, is_loss_alone), number_tensor, last)
 
 
 def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The gradients from the tensors that `_save` kept."""
+    """The three gradients, from the tensors that `_save` kept."""
+    record: Record = ctx.record
+    op, wide = record.op, record.gradients & WIDE_HEAD
     hidden, head, bias, *others, _, lse, entropy, target_mass, divisor, number_tensor, last = ctx.saved_tensors
-    place, kept = (None, last) if ctx.shard is None else (last, None)
+    place, kept = (None, last) if record.shard is None else (last, None)
     if kept is not None:
         is_one_call = not torch.compiler.is_compiling() and not any(map(is_batched, given(*upstream)))
         is_usable = ctx.has_kept and is_one_call and ctx.is_captured == _is_captured(hidden)
         kept = kept.data if is_usable else None  # .data: it is written over, and that is no error of the caller's
         ctx.has_kept = ctx.has_kept and upstream[2] is None
-    refuse_zero3(ctx.op, head=head, bias=bias)
-    head = head.to(hidden.dtype)
+    refuse_zero3(op, head=head, bias=bias)
+    if head.dtype != hidden.dtype:
+        head = head.to(hidden.dtype)
     saved: Sequence[Tensor | None] = (lse, entropy, target_mass, divisor)
-    upstream, saved = for_backward(upstream, saved, ctx.options[_REDUCTION])
-    bits = sum(bit for bit, needs in zip(GRADIENTS, ctx.needs_input_grad) if needs)
-    arguments = (*upstream, hidden, head, bias, *others, *saved, *ctx.options)
-    if ctx.grad_weight_out is not None and bits & OF_HEAD:
-        return _accumulate(ctx, arguments, bits & ~OF_HEAD, place, kept)
+    upstream, saved = for_backward(upstream, saved, record.options[_REDUCTION])
+    of_hidden, of_head, of_bias = ctx.needs_input_grad[: len(GRADIENTS)]
+    bits = of_hidden * OF_HIDDEN | of_head * OF_HEAD | of_bias * OF_BIAS
+    arguments = (*upstream, hidden, head, bias, *others, *saved, *record.options)
+    if record.grad_weight_out is not None and bits & OF_HEAD:
+        return _accumulate(record, arguments, bits & ~OF_HEAD, place, kept)
     differentiable = given(*upstream, hidden, head, bias)
     if kept is not None:
         computed = gradients_of(
-            ctx.op,
-            lambda: call(ctx.op, _backward_kept, kept, *arguments, bits | ctx.wide, number_tensor=number_tensor),
+            op,
+            lambda: call(op, _backward_kept, kept, *arguments, bits | wide, number_tensor=number_tensor),
             *differentiable,
         )
     elif place is None:
         computed = dispatch(
-            ctx.op, differentiable, _Gradients, _backward, *arguments, bits | ctx.wide, number_tensor=number_tensor
+            op, differentiable, _Gradients, _backward, *arguments, bits | wide, number_tensor=number_tensor
         )
     else:
-        arguments = (*arguments, bits | ctx.wide, place, *ctx.shard)
+        arguments = (*arguments, bits | wide, place, *cast("ShardArguments", record.shard))
         computed = gradients_of(
-            ctx.op, lambda: call(ctx.op, ranks.backward, *arguments, number_tensor=number_tensor), *differentiable
+            op, lambda: call(op, ranks.backward, *arguments, number_tensor=number_tensor), *differentiable
         )
-    return _handed_out(ctx, [each if bits & bit else None for each, bit in zip(computed, GRADIENTS)])
+    return _handed_out(record, [each if bits & bit else None for each, bit in zip(computed, GRADIENTS)])
 
 
-def _handed_out(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Gradients in their places, as autograd wants them."""
+def _handed_out(record: Record, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The gradients in the dtypes that autograd wants."""
     grad_hidden, grad_head, grad_bias = gradients
-    return grad_hidden, None if grad_head is None else grad_head.to(ctx.head_dtype), grad_bias, *_NOTHING
+    if grad_head is not None and grad_head.dtype != record.head_dtype:
+        grad_head = grad_head.to(record.head_dtype)
+    return grad_hidden, grad_head, grad_bias
 
 
 def _accumulate(
-    ctx: Any, arguments: tuple[Any, ...], bits: int, place: Tensor | None, kept: Tensor | None
+    record: Record, arguments: tuple[Any, ...], bits: int, place: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """The other gradients; that of the head is added to grad_weight_out."""
-    out = ctx.grad_weight_out
+    op, out = record.op, cast("Tensor", record.grad_weight_out)
     if torch.is_grad_enabled():
         raise NotImplementedError(
-            f"{ctx.op}: with grad_weight_out the gradient has no derivative (create_graph=True); leave it out"
+            f"{op}: with grad_weight_out the gradient has no derivative (create_graph=True); leave it out"
         )
     if place is None:
-        grad_hidden, grad_bias = call(ctx.op, _backward_accumulate, out, *arguments, bits, *given(kept))
+        grad_hidden, grad_bias = call(op, _backward_accumulate, out, *arguments, bits, *given(kept))
     else:
-        grad_hidden, grad_bias = call(ctx.op, ranks.backward_accumulate, out, *arguments, bits, place, *ctx.shard)
+        shard = cast("ShardArguments", record.shard)
+        grad_hidden, grad_bias = call(op, ranks.backward_accumulate, out, *arguments, bits, place, *shard)
     torch.autograd.graph.increment_version(out)
-    return (grad_hidden if bits & OF_HIDDEN else None, None, grad_bias if bits & OF_BIAS else None, *_NOTHING)
+    return grad_hidden if bits & OF_HIDDEN else None, None, grad_bias if bits & OF_BIAS else None
 
 
 @takes(*Forward._fields, *_BEHIND)
@@ -179,10 +222,10 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        upstream = upstream_of(ctx, grads)
+        upstream = upstream_of(grads, ctx.record.computed, ctx.record.followed)
         if not upstream:
             return None, None, None, *_NOTHING
-        return _compute_again(ctx, upstream)
+        return *_compute_again(ctx, upstream), *_NOTHING
 
 
 def _is_captured(tensor: Tensor) -> bool:
@@ -212,10 +255,9 @@ class Speed(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         results = run_forward(arguments[TENSORS], arguments[_FORWARD])
         _, gradients, _, shard, _, _, _, wanted, _ = arguments[OPTIONS.stop :]
-        ctx.bits = gradients & ~WIDE_HEAD
-        outputs, computed_gradients = _split(results, ctx.bits, shard)
+        outputs, computed_gradients = _split(results, gradients & ~WIDE_HEAD, shard)
         _save(ctx, arguments, results, not wanted)
-        if ctx.is_compiled:
+        if ctx.record.is_compiled:
             # Nothing is computed again, and compiled autograd follows saved tensors alone.
             ctx.save_for_backward(*computed_gradients)
         else:
@@ -226,42 +268,115 @@ class Speed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        upstream = upstream_of(ctx, grads)
+        upstream = upstream_of(grads, ctx.record.computed, ctx.record.followed)
         if not upstream:
             return None, None, None, *_NOTHING
-        grad_loss, grad_lse, grad_entropy = upstream
-        if torch.compiler.is_compiling():
-            if not ctx.is_compiled:  # compiled autograd of a call that was not compiled
-                return _compute_again(ctx, upstream)
-            # A graph may run twice, and its saved tensors cannot be written over.
-            assert grad_loss is not None
-            factor = grad_loss.unsqueeze(-1) if ctx.options[_REDUCTION] == NONE else grad_loss
-            # As the operators below do: zeros stay, whatever the factor is.
-            scaled = [
-                torch.where(each == 0, 0, each.to(factor.dtype) * factor).to(each.dtype) for each in ctx.saved_tensors
-            ]
-            return _handed_out(ctx, in_places(scaled, ctx.bits))
-        is_factor = grad_lse is None and grad_entropy is None and not torch.is_grad_enabled()
-        if grad_loss is None or not is_factor or is_batched(grad_loss):
+        return *_multiplied(ctx, upstream), *_NOTHING
+
+
+def _multiplied(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The three gradients: those that the forward computed, by a factor where that is all there is to do."""
+    record: Record = ctx.record
+    op, bits, mode = record.op, record.gradients & ~WIDE_HEAD, record.options[_REDUCTION]
+    grad_loss, grad_lse, grad_entropy = upstream
+    if torch.compiler.is_compiling():
+        if not record.is_compiled:  # compiled autograd of a call that was not compiled
             return _compute_again(ctx, upstream)
-        if ctx.is_of_zero3 and (ctx.gradients is None or ctx.bits & OF_HEAD):
-            refuse_zero3(ctx.op, head=ctx.saved_tensors[1])
-        computed, ctx.gradients = ctx.gradients, None
-        if computed is None:  # a later backward; without the outputs other kernels would run, and last places differ
-            again = (*ctx.options, ctx.computed, ctx.bits | ctx.wide, None, ctx.shard, ctx.op, None)
-            _, computed = _split(run_forward(ctx.saved_tensors[TENSORS], again), ctx.bits, ctx.shard)
-        gradients = in_places(computed, ctx.bits)
-        # Neither reads or writes anything if grad_loss is 1.
-        if ctx.options[_REDUCTION] == NONE:
-            # .data: a selective checkpoint that keeps this tensor raises if its version changes.
-            assert gradients[0] is not None
-            call(ctx.op, _rescale_rows, gradients[0].data, grad_loss, -1)
-        else:
-            call(ctx.op, _rescale, *gradients, grad_loss)
-        if ctx.grad_weight_out is not None and gradients[1] is not None:
-            ctx.grad_weight_out.add_(gradients[1])
-            gradients[1] = None
-        return _handed_out(ctx, gradients)
+        # A graph may run twice, and its saved tensors cannot be written over.
+        assert grad_loss is not None
+        factor = grad_loss.unsqueeze(-1) if mode == NONE else grad_loss
+        # As the operators below do: zeros stay, whatever the factor is.
+        scaled = [
+            torch.where(each == 0, 0, each.to(factor.dtype) * factor).to(each.dtype) for each in ctx.saved_tensors
+        ]
+        return _handed_out(record, in_places(scaled, bits))
+    is_factor = grad_lse is None and grad_entropy is None and not torch.is_grad_enabled()
+    if grad_loss is None or not is_factor or is_batched(grad_loss) or has_tangent(grad_loss):
+        return _compute_again(ctx, upstream)
+    if record.is_of_zero3 and (ctx.gradients is None or bits & OF_HEAD):
+        refuse_zero3(op, head=ctx.saved_tensors[1])
+    computed, ctx.gradients = ctx.gradients, None
+    if computed is None:  # a later backward; without the outputs other kernels would run, and last places differ
+        again = (*record.options, record.computed, record.gradients, None, record.shard, op, None)
+        _, computed = _split(run_forward(ctx.saved_tensors[TENSORS], again), bits, record.shard)
+    gradients = in_places(computed, bits)
+    # Neither reads or writes anything if grad_loss is 1.
+    if mode == NONE:
+        # .data: a selective checkpoint that keeps this tensor raises if its version changes.
+        assert gradients[0] is not None
+        call(op, _rescale_rows, gradients[0].data, grad_loss, -1)
+    elif not is_one(grad_loss):
+        call(op, _rescale, *gradients, grad_loss)
+    if record.grad_weight_out is not None and gradients[1] is not None:
+        record.grad_weight_out.add_(gradients[1])
+        gradients[1] = None
+    return _handed_out(record, gradients)
+
+
+class _Plain(torch.autograd.Function):
+    """Recompute of a plain call, or Speed where the record names gradients: the mean, or without a reduction the
+    log-probabilities."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *tensors, record = arguments  # hidden, head, bias, targets
+        overload, gradients = (_forward_backward, (record.gradients,)) if record.gradients else (_forward, ())
+        result: Tensor
+        result, lse, *behind = run_plainly(
+            overload, *tensors, None, None, None, *record.options, record.computed, *gradients
+        )
+        is_mean = record.options[_REDUCTION] == MEAN
+        divisor = behind.pop(0) if is_mean else None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, None, None, None, lse, None, None, divisor, None, None)  # as `_save`
+        ctx.record, ctx.has_kept, ctx.gradients = record, False, behind
+        return result if is_mean else log_prob_of(result)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if upstream is None:
+            return None, None, None, None, None
+        record: Record = ctx.record
+        grad_loss = upstream if record.options[_REDUCTION] == MEAN else -upstream
+        gradients = _multiplied if record.gradients else _compute_again
+        return *gradients(ctx, (grad_loss, None, None)), None, None
+
+
+class PlainSpeed(_Plain):
+    """Profilers and graphs show which of the two it is."""
+
+
+class PlainRecompute(_Plain):
+    pass
+
+
+_plain_speed, _plain_recompute = apply_plainly(PlainSpeed), apply_plainly(PlainRecompute)
+
+
+@lru_cache(maxsize=256)
+def _record_of(op: str, mode: int, gradients: int, dtype: torch.dtype, is_of_zero3: bool) -> Record:
+    """The record of a plain call."""
+    options = (-100, mode, (), False, 0)
+    return Record(op, options, kept_for_backward(0, mode, False), 0, gradients, dtype, is_of_zero3)
+
+
+def result_of_plain_call(
+    op: str, mode: int, hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, gradients: int | None
+) -> Tensor | None:
+    """The mean of a plain call, or without a reduction its log-probabilities; None where it needs the checks.
+    `gradients`: the bits of those that the forward computes, or None where no gradient is wanted."""
+    try:
+        result: Tensor
+        if gradients is None:
+            arguments = (hidden, head, bias, targets, None, None, None, -100, mode, (), False, 0, 0)
+            result = run_plainly(_forward, *arguments)[0]
+            return result if mode == MEAN else log_prob_of(result)
+        record = _record_of(op, mode, gradients, head.dtype, hasattr(head, "ds_id"))
+        function = _plain_speed if gradients else _plain_recompute
+        result = function(hidden, head, bias, targets, record)
+        return result
+    except Refused:
+        return None
 
 
 def _differentiable(*arguments: Any, number_tensor: Tensor | None = None) -> list[Tensor]:

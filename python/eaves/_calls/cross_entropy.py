@@ -7,10 +7,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from eaves._arguments import output_names, reduction_of
-from eaves._autograd.cross_entropy import OP, CrossEntropy, PlainMean, forward, run_forward
-from eaves._autograd.in_place import RETURNED_IN_PLACE, InPlaceInBackward, in_place_in_forward, refuse_in_place
+from eaves._autograd.cross_entropy import OP, CrossEntropy, mean_of_plain_call, run_forward
+from eaves._autograd.in_place import (
+    RETURNED_IN_PLACE,
+    InPlaceInBackward,
+    in_place_in_forward,
+    in_place_of_plain_call,
+    refuse_in_place,
+)
 from eaves._parallel.agreement import agree_on_placements
 from eaves._parallel.dtensor import Local, local_classes, local_targets, over_ranks, refuse_in_place_of_dtensor
 from eaves._parallel.shard import Shard, ShardArguments, without_padding
@@ -26,7 +33,7 @@ from eaves._torch.checks import (
     said,
 )
 from eaves._torch.cross_entropy_rules import row_shape
-from eaves._torch.operator import apply, call_plainly
+from eaves._torch.operator import apply, is_eager
 from eaves._torch.options import (
     RESULT_DTYPES,
     check_class_dtype,
@@ -99,25 +106,32 @@ class CrossEntropyCall(NamedTuple):
 
 
 def loss_of_logits(call: CrossEntropyCall) -> Tensor | CrossEntropyOutput:
-    if not torch.compiler.is_compiling() and _is_plain(call):
-        mean: Tensor | None = call_plainly(forward, PlainMean, call.logits, call.targets)
-        if mean is not None:
-            return mean
+    if not is_compiling() and _is_plain(call):
+        loss = mean_of_plain_call(call.logits, call.targets) if not call.inplace_backward else _in_place_plainly(call)
+        if loss is not None:
+            return loss
     if call.group is not None or is_distributed(call.logits):
         return over_ranks(call, _computed)
     return _computed(call)
 
 
+def _in_place_plainly(call: CrossEntropyCall) -> Tensor | None:
+    logits, targets = call.logits, call.targets
+    if not torch.is_grad_enabled() or not logits.requires_grad:
+        return mean_of_plain_call(logits, targets)
+    if call.keeps_logits or targets.is_floating_point() or logits.dtype == torch.float16:
+        return None
+    return in_place_of_plain_call(logits, targets)
+
+
 def _is_plain(call: CrossEntropyCall) -> bool:
     """True for a call of one matrix with the defaults, which are the operator's too."""
     (
-        logits, _, class_weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, row_weight,
+        logits, targets, class_weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, row_weight,
         normalizer, inplace_backward, outputs, class_dim, group, classes,
     ) = call[:16]  # fmt: skip
     return (
-        type(logits) is Tensor
-        and logits.dim() <= 2
-        and class_weight is row_weight is normalizer is softcap is scale is None
+        class_weight is row_weight is normalizer is softcap is scale is None
         and class_dim is classes is None
         and group is None
         and type(ignore_index) is int
@@ -127,9 +141,11 @@ def _is_plain(call: CrossEntropyCall) -> bool:
         and label_smoothing == 0
         and type(z_loss) in (int, float)
         and z_loss == 0
-        and inplace_backward is False
+        and (inplace_backward is False or inplace_backward is True)
         and type(outputs) is tuple
         and not outputs
+        and is_eager(logits, targets)
+        and logits.dim() <= 2  # classes on the last axis
     )
 
 
@@ -180,7 +196,7 @@ def _computed(call: CrossEntropyCall, shard: ShardArguments | None = None) -> Te
     else:
         refuse_gradient(op, "targets", targets)
         needs_target_mass = is_soft or (class_weight is not None and (may_smooth or shard is not None))
-        if not inplace_backward or torch.compiler.is_compiling():
+        if not inplace_backward or is_compiling():
             computed = kept_for_backward(wanted, mode, needs_target_mass)
             results = apply(op, CrossEntropy, *arguments, computed, wanted, number_tensor, shard, op)
         else:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eaves._algorithm import suits_speed_of
 from eaves._arguments import output_names, reduction_of
-from eaves._autograd.linear_cross_entropy import OP, Keep, Recompute, Speed, run_forward
+from eaves._autograd.linear_cross_entropy import OP, Keep, Recompute, Speed, result_of_plain_call, run_forward
 from eaves._calls.learned_scale import reads_value, with_learned_scale
 from eaves._parallel.agreement import agree_on_placements
 from eaves._parallel.dtensor import Local, local_classes, local_rows, local_targets, over_ranks, told_to_ranks
@@ -41,8 +41,8 @@ from eaves._torch.head import (
     wide_head,
 )
 from eaves._torch.library import EXTENSION
-from eaves._torch.linear_cross_entropy_rules import GRADIENTS, OF_HIDDEN
-from eaves._torch.operator import apply
+from eaves._torch.linear_cross_entropy_rules import GRADIENTS, OF_BIAS, OF_HEAD, OF_HIDDEN
+from eaves._torch.operator import apply, are_defaults, is_eager
 from eaves._torch.options import (
     CLASS_DTYPES,
     RESULT_DTYPES,
@@ -59,6 +59,7 @@ from eaves._torch.outputs import (
     ENTROPY,
     LOSS_OUTPUTS,
     LSE,
+    MEAN,
     NONE,
     CrossEntropyOutput,
     kept_for_backward,
@@ -133,9 +134,48 @@ def loss_of_head(call: LinearCrossEntropyCall) -> Tensor | CrossEntropyOutput:
         if torch.compiler.is_compiling() and not is_exporting() and reads_value(call):
             return uncompiled(call.op, loss_of_head)(call)  # type: ignore[no-any-return]
         call = with_learned_scale(call)
+    if not torch.compiler.is_compiling() and are_defaults(call[4:], _PLAIN):
+        loss = result_plainly(OP, MEAN, *call[:4])
+        if loss is not None:
+            return loss
     if call.group is not None or is_distributed(call.head):
         return over_ranks(call, computed)
     return computed(call)
+
+
+# The options of a plain call, which stand behind `bias`.
+_PLAIN = tuple(LinearCrossEntropyCall._field_defaults.values())[1:]
+
+
+def result_plainly(op: str, mode: int, hidden: Any, head: Any, targets: Any, bias: Any) -> Tensor | None:
+    """The mean of a call without options, or without a reduction its log-probabilities, if the call is a plain one (see
+    _torch/operator.py)."""
+    if not is_eager(hidden, head) or not is_eager(targets, targets if bias is None else bias):
+        return None
+    if hidden.is_nested or head.is_nested:  # they have no shape to look at
+        return None
+    dtype, shape, sizes = hidden.dtype, head.shape, hidden.shape
+    if dtype not in RESULT_DTYPES or head.dtype != dtype or targets.is_floating_point():
+        return None
+    if len(shape) != 2 or not sizes or sizes[-1] != shape[1] or 0 in shape:
+        return None
+    if torch.is_autocast_enabled("cpu" if hidden.is_cpu else "cuda"):
+        return None
+    gradients = 0
+    if torch.is_grad_enabled():
+        if hidden.requires_grad:
+            gradients = OF_HIDDEN
+        if head.requires_grad:
+            gradients |= OF_HEAD
+        if bias is not None and bias.requires_grad:
+            gradients |= OF_BIAS
+    if not gradients:
+        return result_of_plain_call(op, mode, hidden, head, bias, targets, None)
+    is_speed = _suits_speed(
+        dtype, hidden.get_device(), sizes, shape, targets.dtype, hidden.is_cuda and head.stride(1) != 1, 0, mode,
+        gradients == OF_HIDDEN, False, False,
+    )  # fmt: skip
+    return result_of_plain_call(op, mode, hidden, head, bias, targets, gradients if is_speed else 0)
 
 
 def with_tensors_of_linear(op: str, call: Any, name: str, bias_name: str) -> Any:

@@ -11,9 +11,15 @@ import torch
 from torch import Tensor
 
 from eaves._arguments import named_outputs, output_names
+from eaves._autograd.cross_entropy import log_probs_of_plain_call
 from eaves._autograd.in_place import refuse_in_place
 from eaves._calls.cross_entropy import CrossEntropyCall, loss_of_logits
-from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall, loss_of_head, with_tensors_of_linear
+from eaves._calls.linear_cross_entropy import (
+    LinearCrossEntropyCall,
+    loss_of_head,
+    result_plainly,
+    with_tensors_of_linear,
+)
 from eaves._chunked.head import OverRanks
 from eaves._chunked.log_prob import HeadOptions, Rows, Settings, losses_of
 from eaves._parallel.agreement import agree_on_placements, agreed_place, digest, dtypes
@@ -46,8 +52,9 @@ from eaves._torch.head import (
     checked_head,
     wide_head,
 )
+from eaves._torch.operator import are_defaults, is_eager
 from eaves._torch.options import CLASS_DTYPES, RANGES, shape_of
-from eaves._torch.outputs import LOG_PROB_OUTPUTS, LSE, SPLIT_LSE, LogProbOutput, pick
+from eaves._torch.outputs import LOG_PROB_OUTPUTS, LSE, NONE, SPLIT_LSE, LogProbOutput, log_prob_of, pick
 from eaves._torch.rows import are_checked, check_classes, counts_of
 from eaves._torch.temperature import divisors_of, temperature_of_rows
 from eaves._torch.transforms import is_exporting, is_transforming, needs_autograd, uncompiled
@@ -113,7 +120,26 @@ def log_probs_of(call: LogProbCall) -> Tensor | LogProbOutput:
         call = with_tensors_of_linear(call.op, call, "head", "bias")
     (_, x), tokens = call.with_rows, call.tokens
     has_tokens = isinstance(tokens, Tensor) and isinstance(x, Tensor) and tokens.dim() == x.dim() != 0
-    return _of_several(call) if has_tokens or isinstance(call.temperature, Tensor) else _of_loss(call)
+    if has_tokens or isinstance(call.temperature, Tensor):
+        return _of_several(call)
+    if not torch.compiler.is_compiling() and are_defaults(call[6:], _PLAIN):
+        found = _log_probs_plainly(call)
+        if found is not None:
+            return found
+    return _of_loss(call)
+
+
+_PLAIN = tuple(LogProbCall._field_defaults.values())  # the options of a plain call
+
+
+def _log_probs_plainly(call: LogProbCall) -> Tensor | None:
+    """The log-probabilities, if the call is a plain one (see _torch/operator.py)."""
+    logits, tokens = call.logits, call.tokens
+    if call.op != "log_prob":
+        return result_plainly(call.op, NONE, call.hidden, call.head, tokens, call.bias)
+    if not is_eager(logits, tokens) or tokens.is_floating_point():
+        return None
+    return log_probs_of_plain_call(logits, tokens)
 
 
 def _of_loss(call: LogProbCall) -> Tensor | LogProbOutput:
@@ -149,7 +175,7 @@ def _of_loss(call: LogProbCall) -> Tensor | LogProbOutput:
             )
         )  # fmt: skip
     if not names:
-        return 0 - output  # type: ignore[no-any-return]  # of ignored rows 0, where -output would be -0
+        return log_prob_of(output)
     is_ignored = ~counts_of(call.tokens, call.ignore_index)
     loss, *others = output
     # cross_entropy gives these of ignored rows too.
@@ -157,7 +183,7 @@ def _of_loss(call: LogProbCall) -> Tensor | LogProbOutput:
         (each == call.tokens) & ~is_ignored if name == "is_top1" else each.masked_fill(is_ignored, 0)
         for name, each in zip(names, others)
     ]
-    return named_outputs("LogProbOutput", ("log_prob", *names), (0 - loss, *found))  # type: ignore[no-any-return]
+    return named_outputs("LogProbOutput", ("log_prob", *names), (log_prob_of(loss), *found))  # type: ignore[no-any-return]
 
 
 def tempered(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from eaves._torch.checks import DENSE, explain, kind_of, said
 from eaves._torch.registration import below_autograd, with_number_tensor
@@ -43,7 +44,7 @@ def dispatch(
 
 def apply(op: str, function: type[torch.autograd.Function], *arguments: object) -> Any:
     """`function.apply(*arguments)`, for less of the host's time, and with the refusal of forward mode in words."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return function.apply(*arguments)  # type: ignore[no-untyped-call]
     try:
         if is_transforming():
@@ -93,37 +94,58 @@ def takes(*names: str) -> Callable[[_Class], _Class]:
     return decorate
 
 
-def call_plainly(overload: OpOverload, function: type[torch.autograd.Function], x: Tensor, y: Tensor) -> Any:
-    """The first result of `overload(x, y)` for arguments that are not checked yet, by `function` where one of them
-    requires a gradient; None where the way with the checks is to be taken: the call needs more, or the extension has
-    refused it (`run_plainly` in the function's forward). Outside of torch.compile only.
-
-    The extension checks the same things; the checks of the caller know the user's words, and cost half of a small call.
-    """
-    is_plain = type(x) is type(y) is Tensor and not (x.is_meta or y.is_meta or is_in_dispatch_mode())
-    if not is_plain or is_transforming() or getattr(forward_ad, "_current_level", 0) >= 0:
-        return None
-    try:
-        if not torch.is_grad_enabled() or not (x.requires_grad or y.requires_grad):
-            return run_plainly(overload, x, y)[0]
-        if y.is_floating_point():  # probabilities need more, and have no gradient
-            return None
-        return super(torch.autograd.Function, function).apply(x, y)  # type: ignore[misc]  # as in apply()
-    except _Refused:
-        return None
+# A plain call has no options, and nothing but PyTorch's eager mode follows it. Its arguments go to the extension
+# unchecked: the extension checks the same things. The checks of the caller know the user's words, and cost half of a
+# small call, so they are made where the extension refuses (`Refused`).
 
 
-class _Refused(Exception):
-    """By the extension."""
+class Refused(Exception):
+    """The extension refuses the arguments of a plain call."""
+
+
+def are_defaults(options: Sequence[object], defaults: Sequence[object]) -> bool:
+    """Whether each option has its default. One that is equal and of another type has not: it has its own checks."""
+    for option, default in zip(options, defaults):
+        if option is not default and (type(option) is not type(default) or option != default):
+            return False
+    return True
+
+
+_PLAIN_KINDS = (Tensor, torch.nn.Parameter)
+
+
+def is_eager(x: Any, y: Any) -> bool:
+    """Whether eager PyTorch alone follows a call of two tensors on the CPU or on GPUs: neither has a class of its own,
+    and no tracer or transform is active. Outside of torch.compile only."""
+    return (
+        type(x) in _PLAIN_KINDS
+        and type(y) in _PLAIN_KINDS
+        and ((x.is_cpu and y.is_cpu) or (x.is_cuda and y.is_cuda))
+        and not (is_in_dispatch_mode() or is_transforming())
+        and getattr(forward_ad, "_current_level", 0) < 0
+    )
+
+
+def is_one(upstream: Tensor) -> bool:
+    """Whether an upstream gradient without a batch is known to be 1, as in `loss.backward()`. On the CPU the host reads
+    a number faster than it calls the operator that multiplies by it. Outside of torch.compile only."""
+    is_readable = type(upstream) is Tensor and upstream.is_cpu and upstream.dim() == 0 and not is_in_dispatch_mode()
+    return is_readable and upstream.item() == 1
+
+
+def apply_plainly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`apply` of a function for plain calls alone, which looks for no transform and no tracer."""
+    plainly: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return plainly
 
 
 def run_plainly(overload: OpOverload, *arguments: object) -> Any:
-    """`call` for call_plainly, which catches the extension's refusals."""
+    """`call` for the forward of a plain call. Raises Refused."""
     try:
         with below_autograd():
             return overload(*arguments)
     except RuntimeError as error:
-        raise _Refused from error
+        raise Refused from error
 
 
 def call(op: str, overload: OpOverload, *arguments: object, number_tensor: Tensor | None = None) -> Any:
@@ -132,7 +154,7 @@ def call(op: str, overload: OpOverload, *arguments: object, number_tensor: Tenso
     if number_tensor is not None:
         overload, arguments = with_number_tensor[overload], (number_tensor, *arguments)
     try:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return overload(*arguments)
         with below_autograd():
             return overload(*arguments)
@@ -147,7 +169,7 @@ def number_tensor_of(*numbers: float) -> Tensor | None:
     Of a float argument torch.compile compiles an operator again for each value. A float stays variable only as an
     operand of tensor arithmetic, so each is multiplied by a tensor of 1.
     """
-    if not torch.compiler.is_compiling() or is_transforming():  # batching rules take numbers as numbers
+    if not is_compiling() or is_transforming():  # batching rules take numbers as numbers
         return None
     from torch.fx.experimental.symbolic_shapes import has_static_value
 

@@ -111,7 +111,6 @@ def keep_outputs(
     those to save, in the order in which the extension's backward takes them. `is_loss_alone`: the Function returns no
     other."""
     ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for each output
-    ctx.computed, ctx.followed = computed, followed
     if is_loss_alone:
         pass
     elif followed & (LSE | ENTROPY):
@@ -129,14 +128,14 @@ def keep_outputs(
     )
 
 
-def upstream_of(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Of the upstream gradients those of the loss, lse and entropy, as far as the user has these; none where all are
-    absent."""
-    grad_loss, grad_lse = grads[0], grads[1] if ctx.followed & LSE else None
-    grad_entropy = pick(grads, ctx.computed, ENTROPY)
+def upstream_of(grads: Sequence[Tensor | None], computed: int, followed: int) -> tuple[Tensor | None, ...]:
+    """The upstream gradients of the loss, lse and entropy, as far as the caller has these outputs; none where all are
+    absent. The Function computes the outputs `computed`, and the caller follows those of the bits `followed`."""
+    grad_loss, grad_lse = grads[0], grads[1] if followed & LSE else None
+    grad_entropy = pick(grads, computed, ENTROPY)
     if grad_loss is None and grad_lse is None and grad_entropy is None:
         return ()
-    if grad_lse is not None and ctx.computed & SPLIT_LSE:
+    if grad_lse is not None and computed & SPLIT_LSE:
         grad_lse = grad_lse.select(-1, 0)
     return grad_loss, grad_lse, grad_entropy
 
@@ -150,8 +149,13 @@ def for_backward(upstream: Sequence[Any], saved: Sequence[Any], mode: int) -> tu
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     if grad_entropy is None:
-        return (grad_loss, grad_lse, None), (lse.detach(), None, target_mass, divisor)
+        return (grad_loss, grad_lse, None), (lse.detach() if lse.requires_grad else lse, None, target_mass, divisor)
     return (grad_loss, grad_lse, grad_entropy.contiguous()), (lse.detach(), entropy.detach(), target_mass, divisor)
+
+
+def log_prob_of(loss: Tensor) -> Tensor:
+    """The log-probabilities from the loss of each row. Of ignored rows they are 0, where -loss would be -0."""
+    return torch.rsub(loss, 0)
 
 
 def empty_outputs(like: Tensor, rows: Sequence[int], mode: int, outputs: int) -> list[Tensor]:

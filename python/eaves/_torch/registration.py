@@ -98,8 +98,8 @@ def _autograd_kernel(
         tensors = [(name, each) for name, each in zip(names, arguments) if isinstance(each, Tensor)]
         # A program is exported from a model with parameters, and asked here again when it runs.
         is_tracked = torch.is_grad_enabled() and not is_exporting() and any(each.requires_grad for _, each in tensors)
-        has_tangent = any(_has_tangent(each) for _, each in tensors)
-        if has_tangent or (is_tracked and (function is None or is_transforming())):
+        is_dual = any(has_tangent(each) for _, each in tensors)
+        if is_dual or (is_tracked and (function is None or is_transforming())):
             where = "in a program of torch.export or a direct call of torch.ops.eaves"
             if function is not None:
                 where = "where one or forward mode is around a program of torch.export or a call of torch.ops.eaves"
@@ -118,7 +118,7 @@ def _autograd_kernel(
     return kernel
 
 
-def _has_tangent(tensor: Tensor) -> bool:
+def has_tangent(tensor: Tensor) -> bool:
     is_dual = getattr(forward_ad, "_current_level", 0) >= 0
     return is_dual and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 
 def uncompiled(op: str, function: Callable[..., Any], when: str = "") -> Callable[..., Any]:
@@ -16,7 +17,7 @@ def uncompiled(op: str, function: Callable[..., Any], when: str = "") -> Callabl
     is, but those that it calls are tried again, each for itself, where a side effect of a backward would be lost."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to load it would take seconds
         return function
-    if torch.compiler.is_compiling():
+    if is_compiling():
         # torch.compiler.disable breaks the graph too, but fullgraph=True would not say whose call it is.
         torch._dynamo.graph_break(msg=f"{op}: {when}{OUTSIDE}")
     disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
@@ -48,7 +49,7 @@ def needs_function(*tensors: Tensor) -> bool:
     """True where a call has to go through its autograd.Function: where a derivative depends on it, and always under
     torch.compile. Never in a program of torch.export, which would keep the forward of the Function alone: there the
     operator has its derivative, see `give_derivative`."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return not is_exporting()
     return needs_autograd(*tensors)
 
