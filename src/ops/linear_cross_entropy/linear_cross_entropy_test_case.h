@@ -455,7 +455,9 @@ class LinearCrossEntropyComparison {
     if (case_.options.reduction == Reduction::mean) scale = mean_gradient(scale, exact_.divisor);
     std::array<double, kNumbers> numbers{};
     put_scale(scale, problem.scale_in_products(), numbers.data());
-    if (scale != 0.0 && std::isfinite(scale)) EXPECT_DOUBLE_EQ(numbers[kAlpha] * numbers[kRest], scale);
+    if (scale != 0.0 && std::isfinite(scale)) {
+      EXPECT_DOUBLE_EQ(numbers[kAlpha] * numbers[kRest], scale);
+    }
     scaling.alpha = numbers[kAlpha];
     const auto in_factor = [&](const TestTensor& tensor) {
       std::vector<double> values;
