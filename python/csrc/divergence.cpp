@@ -52,98 +52,64 @@ struct Rows {
   }
 };
 
-NewTensor empty_statistics(const TensorView& values) {
-  if (values.shape.size() != 2) throw InvalidArgument("student: expected two axes");
-  return empty_output({values.shape[0], kDivergenceStatistics}, DType::float32, values.device);
-}
-
 Tensor forward(Rows rows) {
   DivergenceForwardArgs args{.inputs = rows.views()};
   const TensorView& values = args.inputs.student.values;
-  NewTensor statistics = empty_statistics(values);
+  if (values.shape.size() != 2) throw InvalidArgument("student: expected two axes");
+  NewTensor statistics = empty_output({values.shape[0], kDivergenceStatistics}, DType::float32, values.device);
   args.statistics = statistics.view;
   run<divergence_forward, &divergence_forward_workspace_bytes>(args, values.device);
   return std::move(statistics.tensor);
 }
 
-#define EAVES_UPSTREAM \
-  "Tensor? grad_divergence, Tensor? grad_lse, Tensor? grad_entropy, Tensor? grad_hard_loss, float[] upstream"
+#define EAVES_OF_ROWS                                                                                             \
+  "Tensor lse, Tensor teacher_lse, Tensor centre, Tensor? entropy, Tensor? hard_lse, Tensor? hard_loss, Tensor? " \
+  "grad_divergence, Tensor? grad_lse, Tensor? grad_entropy, Tensor? grad_hard_loss, float[] upstream"
 
-/// `constants`: the upstream gradients of divergence, lse, entropy and hard loss for which no tensor is given.
-struct Upstream {
-  OptionalTensor divergence, lse, entropy, hard_loss;
-  std::vector<double> constants;
-
-  static Upstream read(Arguments& arguments) {
-    return {arguments.read<OptionalTensor>(), arguments.read<OptionalTensor>(), arguments.read<OptionalTensor>(),
-            arguments.read<OptionalTensor>(), arguments.read<std::vector<double>>()};
-  }
-
-  void write_to(DivergenceBackwardArgs& args) const {
-    if (constants.size() != 4) throw InvalidArgument("upstream: expected four");
-    args.grad_divergence = {optional_input(divergence, {kOp, "grad_divergence"}), constants[0]};
-    args.grad_lse = {optional_input(lse, {kOp, "grad_lse"}), constants[1]};
-    args.grad_entropy = {optional_input(entropy, {kOp, "grad_entropy"}), constants[2]};
-    args.grad_hard_loss = {optional_input(hard_loss, {kOp, "grad_hard_loss"}), constants[3]};
-  }
-};
-
-#define EAVES_OF_ROWS \
-  "Tensor lse, Tensor teacher_lse, Tensor centre, Tensor? entropy, Tensor? hard_lse, Tensor? hard_loss"
-
+/// `upstream`: the gradients of divergence, lse, entropy and hard loss, each used if its tensor is absent.
 struct OfRows {
   Tensor lse, teacher_lse, centre;
   OptionalTensor entropy, hard_lse, hard_loss;
+  OptionalTensor grad_divergence, grad_lse, grad_entropy, grad_hard_loss;
+  std::vector<double> upstream;
 
   static OfRows read(Arguments& arguments) {
-    return {arguments.read<Tensor>(),         arguments.read<Tensor>(),         arguments.read<Tensor>(),
-            arguments.read<OptionalTensor>(), arguments.read<OptionalTensor>(), arguments.read<OptionalTensor>()};
+    return {arguments.read<Tensor>(),
+            arguments.read<Tensor>(),
+            arguments.read<Tensor>(),
+            arguments.read<OptionalTensor>(),
+            arguments.read<OptionalTensor>(),
+            arguments.read<OptionalTensor>(),
+            arguments.read<OptionalTensor>(),
+            arguments.read<OptionalTensor>(),
+            arguments.read<OptionalTensor>(),
+            arguments.read<OptionalTensor>(),
+            arguments.read<std::vector<double>>()};
   }
 };
 
-void backward(Tensor grad_values, Rows rows, OfRows of, Upstream upstream) {
-  DivergenceBackwardArgs args{.inputs = rows.views(),
-                              .lse = input(of.lse, {kOp, "lse"}),
-                              .teacher_lse = input(of.teacher_lse, {kOp, "teacher_lse"}),
-                              .hard_lse = optional_input(of.hard_lse, {kOp, "hard_lse"}),
-                              .centre = {input(of.centre, {kOp, "centre"})},
-                              .entropy = {optional_input(of.entropy, {kOp, "entropy"})},
-                              .hard_loss = {optional_input(of.hard_loss, {kOp, "hard_loss"})},
-                              .grad_values = output(grad_values)};
-  upstream.write_to(args);
-  run<divergence_backward, &divergence_backward_workspace_bytes>(args, args.inputs.student.values.device);
-}
-
-Tensor forward_backward(Tensor grad_values, Rows rows, Upstream upstream) {
-  DivergenceBackwardArgs args{.inputs = rows.views(), .grad_values = output(grad_values)};
-  const TensorView& values = args.inputs.student.values;
-  NewTensor statistics = empty_statistics(values);
-  args.statistics = statistics.view;
-  const auto columns = [&](DivergenceStatistic first, const Dims& shape, const Dims& strides) {
-    return TensorView::strided(static_cast<float*>(statistics.view.data) + int(first), DType::float32, shape, strides,
-                               values.device);
-  };
-  const auto lse = [&](DivergenceStatistic first) {
-    return columns(first, {values.shape[0], 2}, {kDivergenceStatistics, 1});
-  };
-  const auto number = [&](DivergenceStatistic which) {
-    return RowNumber{columns(which, {values.shape[0]}, {kDivergenceStatistics})};
-  };
-  args.lse = lse(DivergenceStatistic::lse);
-  args.teacher_lse = lse(DivergenceStatistic::teacher_lse);
-  args.hard_lse = lse(DivergenceStatistic::hard_lse);
-  args.centre = number(DivergenceStatistic::centre);
-  args.entropy = number(DivergenceStatistic::entropy);
-  args.hard_loss = number(DivergenceStatistic::hard_loss);
-  upstream.write_to(args);
-  run<divergence_backward, &divergence_backward_workspace_bytes>(args, values.device);
-  return std::move(statistics.tensor);
+void backward(Tensor grad_values, Rows rows, OfRows of_rows) {
+  const OfRows& of = of_rows;
+  if (of.upstream.size() != 4) throw InvalidArgument("upstream: expected four");
+  DivergenceBackwardArgs args{
+      .inputs = rows.views(),
+      .lse = input(of.lse, {kOp, "lse"}),
+      .teacher_lse = input(of.teacher_lse, {kOp, "teacher_lse"}),
+      .hard_lse = optional_input(of.hard_lse, {kOp, "hard_lse"}),
+      .centre = {input(of.centre, {kOp, "centre"})},
+      .entropy = {optional_input(of.entropy, {kOp, "entropy"})},
+      .hard_loss = {optional_input(of.hard_loss, {kOp, "hard_loss"})},
+      .grad_divergence = {optional_input(of.grad_divergence, {kOp, "grad_divergence"}), of.upstream[0]},
+      .grad_lse = {optional_input(of.grad_lse, {kOp, "grad_lse"}), of.upstream[1]},
+      .grad_entropy = {optional_input(of.grad_entropy, {kOp, "grad_entropy"}), of.upstream[2]},
+      .grad_hard_loss = {optional_input(of.grad_hard_loss, {kOp, "grad_hard_loss"}), of.upstream[3]},
+      .grad_values = output(grad_values)};
+  run<divergence_backward>(args, args.inputs.student.values.device);  // needs no workspace
 }
 
 void implement(Library& library) {
   library.impl("divergence_forward", EAVES_BOX(forward));
   library.impl("divergence_backward", EAVES_BOX(backward));
-  library.impl("divergence_forward_backward", EAVES_BOX(forward_backward));
 }
 
 }  // namespace
@@ -151,8 +117,6 @@ void implement(Library& library) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
   library.def("divergence_forward(" EAVES_ROWS ") -> Tensor");
-  library.def("divergence_backward(Tensor(a!) grad_values, " EAVES_ROWS ", " EAVES_OF_ROWS ", " EAVES_UPSTREAM
-              ") -> ()");
-  library.def("divergence_forward_backward(Tensor(a!) grad_values, " EAVES_ROWS ", " EAVES_UPSTREAM ") -> Tensor");
+  library.def("divergence_backward(Tensor(a!) grad_values, " EAVES_ROWS ", " EAVES_OF_ROWS ") -> ()");
 }
 EAVES_IMPLEMENT(eaves::binding::implement)

@@ -13,14 +13,7 @@ from torch import Tensor
 
 from eaves._chunked import divergence_kernels as kernels
 from eaves._chunked.distributions import DivergenceSettings, Logits, RowFactors
-from eaves._chunked.divergence import (
-    DIVERGENCES,
-    MERGED,
-    row_statistics,
-    statistics,
-    statistics_and_gradient,
-    write_gradient,
-)
+from eaves._chunked.divergence import DIVERGENCES, MERGED, row_statistics, statistics, write_gradient
 from pairwise import pairwise
 
 each = pytest.mark.parametrize
@@ -204,30 +197,6 @@ def test_statistics_and_gradients_are_those_of_the_formulas(
         allowed = relative * case.terms(upstream, relative) + 4 * EPSILON * expected.abs() + 1e-36
         assert ((actual - expected).abs() <= allowed).all()
         assert torch.equal(case.gradient(upstream, torch.bfloat16), actual.bfloat16())
-
-
-@each(("divergence", "classes", "options"), pairwise(tuple(DIVERGENCES), (*SIZES, 10_000, 151_936), OPTIONS), ids=str)
-def test_statistics_and_the_gradient_at_once_have_the_same_bits(
-    divergence: str, classes: int, options: dict[str, Any], device: torch.device
-) -> None:
-    case = Case(device, divergence, classes, **options)
-    arguments = case.student, case.teacher, case.temperature, case.settings
-    expected = case.statistics()
-    is_odd = torch.arange(ROWS, device=device).unsqueeze(1) % 2 == 1
-    of_some_rows = RowFactors(case.factors.divergence.masked_fill(is_odd, 0))
-    for upstream in (case.factors, RowFactors(1.0), of_some_rows):
-        for dtype in (torch.bfloat16, torch.float32):
-            of_expected = case.gradient(upstream, dtype)
-            out = torch.empty_like(of_expected)
-            found = statistics_and_gradient(*arguments, case.targets, upstream, out)
-            assert torch.equal(out, of_expected)
-            for number, of_number in zip(found, expected):
-                torch.testing.assert_close(number, of_number, rtol=0, atol=0, equal_nan=True)
-        values = case.student.values.clone()
-        statistics_and_gradient(
-            case.student._replace(values=values), *arguments[1:], case.targets, upstream, values
-        )  # fmt: skip
-        assert torch.equal(values, of_expected)
 
 
 @each("classes", SIZES)

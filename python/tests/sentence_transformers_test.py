@@ -76,13 +76,14 @@ def test_embeddings_of_16_bits_have_a_loss_in_float32(options: Any) -> None:
     assert_equal(3, torch.bfloat16, **named)
 
 
-@each(
+@pytest.mark.parametrize(
     "options",
     (
         {"similarity_fct": util.euclidean_sim}, {"directions": ("query_to_doc", "query_to_query")},
         {"directions": (*SYMMETRIC, "doc_to_doc", "query_to_query")},
         {"hardness_mode": "in_batch_negatives", "hardness_strength": 2.0},
     ),
+    ids=("distance", "within_queries", "four_directions", "hardness"),  # alike in every process
 )  # fmt: skip
 def test_what_needs_all_scores_is_theirs_and_told(options: Any) -> None:
     with pytest.warns(UserWarning, match=f"eaves.sentence_transformers: {next(iter(options))} needs all scores"):

@@ -123,26 +123,6 @@ def write_gradient(
     _clear_rows_(out, upstream)
 
 
-def statistics_and_gradient(
-    student: Logits,
-    teacher: Logits | TopK,
-    temperature: Number,
-    settings: DivergenceSettings,
-    targets: Tensor | None,
-    upstream: RowFactors,
-    out: Tensor,
-) -> RowStatistics:
-    """statistics() and write_gradient(), with the same bits."""
-    arguments = student, teacher, temperature, settings
-    if isinstance(teacher, TopK) or settings.over_ranks is not None or not _have_kernels(student, teacher, settings):
-        of_rows = statistics(*arguments, targets)
-        write_gradient(*arguments, of_rows, targets, upstream, out)
-        return of_rows
-    divergence = settings.divergence, settings.beta
-    numbers = kernels.statistics_and_gradient(student, teacher, temperature, divergence, targets, upstream, out)
-    return row_statistics(numbers, settings)
-
-
 # ----------------------------------------------------------------------------------------------- by kernels of a GPU
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eaves._chunked.distributions import Logits, Number, RowFactors, RowStatistics
-from eaves._torch.chunked_rules import divergence_backward, divergence_forward, divergence_forward_backward
+from eaves._torch.chunked_rules import divergence_backward, divergence_forward
 from eaves._torch.operator import call
 
 _DIVERGENCES = ("forward", "reverse", "jsd", "total_variation")  # in the order of the C++ enumeration
@@ -35,25 +35,10 @@ def write_gradient(
 ) -> None:
     teacher_lse = of_rows.lse if of_rows.teacher_lse is None else of_rows.teacher_lse
     numbers = of_rows.lse, teacher_lse, of_rows.centre, of_rows.entropy, of_rows.hard_lse, of_rows.hard_loss
+    factors = [_of_rows(each, out) for each in upstream]
     arguments = _arguments(student, teacher, temperature, divergence, targets)
-    call("linear_kl_div", divergence_backward, out, *arguments, *numbers, *_upstream(upstream, out))
-
-
-def statistics_and_gradient(
-    student: Logits,
-    teacher: Logits,
-    temperature: Number,
-    divergence: tuple[str, float],
-    targets: Tensor | None,
-    upstream: RowFactors,
-    out: Tensor,
-) -> Tensor:
-    """statistics() and write_gradient() in one kernel, with the same bits."""
-    arguments = _arguments(student, teacher, temperature, divergence, targets)
-    found: Tensor = call(
-        "linear_kl_div", divergence_forward_backward, out, *arguments, *_upstream(upstream, out)
-    )  # fmt: skip
-    return found
+    tensors, constants = [tensor for tensor, _ in factors], [constant for _, constant in factors]
+    call("linear_kl_div", divergence_backward, out, *arguments, *numbers, *tensors, constants)
 
 
 def mark_targets_without_mass_(part: Tensor, targets: Tensor, classes: int) -> None:
@@ -105,11 +90,6 @@ def _arguments(
     heads = [number for each in (student, teacher) for number in (each.scale, each.softcap or 0.0)]
     which = _DIVERGENCES.index(name)
     return *logits, of_rows, targets, which, teacher.kind == "probs", [*heads, constant, beta]
-
-
-def _upstream(factors: RowFactors, values: Tensor) -> tuple[object, ...]:
-    of_rows = [_of_rows(each, values) for each in factors]
-    return *[tensor for tensor, _ in of_rows], [constant for _, constant in of_rows]
 
 
 def _of_rows(number: Number | None, values: Tensor) -> tuple[Tensor | None, float]:

@@ -22,7 +22,7 @@ from eaves._chunked.distributions import (
     RowStatistics,
     TopK,
 )
-from eaves._chunked.divergence import statistics, statistics_and_gradient
+from eaves._chunked.divergence import statistics, write_gradient
 from eaves._chunked.head import add_gradients, counted, logits_of, sum_over_ranks
 from eaves._torch.checks import accumulator_dtype, given
 from eaves._torch.head import Product, refuse_zero3
@@ -119,19 +119,18 @@ def _compute(
                 chunk, places = slice(first - begin, last - begin), rows.places(first, last)
                 part, targets = group._replace(hidden=group.hidden[chunk]), _part(rows.targets, places)
                 both = _distributions(settings, part, teacher, rows, places)
-                if any(wanted):
-                    out = both[0].values if grad is None else grad[chunk]
-                    factors = RowFactors(*[_counted_part(each, rows.counts, places, dtype) for each in upstream])
-                    of_rows = statistics_and_gradient(*both, settings.of_rows, targets, factors, out)
-                    grad = out if grad is None else grad
-                    del out
-                else:
-                    of_rows = statistics(*both, settings.of_rows, targets)
+                of_rows = statistics(*both, settings.of_rows, targets)
                 for index, numbers in enumerate(of_rows):
                     if numbers is not None:
                         if found[index] is None:
                             found[index] = x.new_zeros((x.shape[0], *numbers.shape[1:]), dtype=dtype)
                         found[index][places] = numbers
+                if any(wanted):
+                    out = both[0].values if grad is None else grad[chunk]
+                    factors = RowFactors(*[_counted_part(each, rows.counts, places, dtype) for each in upstream])
+                    write_gradient(*both, settings.of_rows, of_rows, targets, factors, out)
+                    grad = out if grad is None else grad
+                    del out
                 del both  # before the next chunk
             if grad is not None:
                 _add_gradients(grad, group, gradients, rows.places(begin, end))

@@ -10,22 +10,14 @@ from eaves._torch.registration import refuse_lost_derivatives, register_fake
 add_product = torch.ops.eaves.add_product.default
 divergence_forward = torch.ops.eaves.divergence_forward.default
 divergence_backward = torch.ops.eaves.divergence_backward.default
-divergence_forward_backward = torch.ops.eaves.divergence_forward_backward.default
 
 STATISTICS = 10  # of a row, see DivergenceStatistic in src/ops/divergence/divergence.h
 
-refuse_lost_derivatives(
-    "linear_kl_div", add_product, divergence_forward, divergence_backward, divergence_forward_backward
-)
+refuse_lost_derivatives("linear_kl_div", add_product, divergence_forward, divergence_backward)
 
 
 @register_fake("divergence_forward")
 def _(student: Tensor, *_: object) -> Tensor:
-    return student.new_empty(student.shape[0], STATISTICS)
-
-
-@register_fake("divergence_forward_backward")
-def _(grad_values: Tensor, student: Tensor, *_: object) -> Tensor:
     return student.new_empty(student.shape[0], STATISTICS)
 
 

@@ -58,47 +58,32 @@ void check_inputs(const char* op, const DivergenceInputs& inputs) {
   require_cuda(op, device);
 }
 
-void check_statistics(const char* op, const TensorView& view, const TensorView& values) {
-  const Argument statistics{op, "statistics", view};
-  check::is_valid(statistics);
-  check::is_on(statistics, values.device, "student");
-  check::has_shape(statistics, {values.shape[0], kDivergenceStatistics}, "those of each row");
-  check::has_dtype(statistics, {DType::float32}, "that of sums");
-  check::is_contiguous(statistics);
-}
-
-std::size_t workspace_bytes(const DivergenceInputs& inputs) {
-  const Dims& shape = inputs.student.values.shape;
-  if constexpr (kHasCuda) return cuda::divergence_workspace_bytes(shape[0], shape[1]);
-  return 0;
-}
-
 }  // namespace
 
 std::size_t divergence_forward_workspace_bytes(const DivergenceForwardArgs& args, const ExecutionContext&) {
   check_inputs(kForward, args.inputs);
-  return workspace_bytes(args.inputs);
-}
-
-std::size_t divergence_backward_workspace_bytes(const DivergenceBackwardArgs& args, const ExecutionContext&) {
-  check_inputs(kBackward, args.inputs);
-  return args.statistics.is_present ? workspace_bytes(args.inputs) : 0;
+  const Dims& shape = args.inputs.student.values.shape;
+  if constexpr (kHasCuda) return cuda::divergence_workspace_bytes(shape[0], shape[1]);
+  return 0;
 }
 
 void divergence_forward(const DivergenceForwardArgs& args, const ExecutionContext& context) {
   const std::size_t bytes = divergence_forward_workspace_bytes(args, context);
   const TensorView& values = args.inputs.student.values;
-  check_statistics(kForward, args.statistics, values);
+  const Argument statistics{kForward, "statistics", args.statistics};
+  check::is_valid(statistics);
+  check::is_on(statistics, values.device, "student");
+  check::has_shape(statistics, {values.shape[0], kDivergenceStatistics}, "those of each row");
+  check::has_dtype(statistics, {DType::float32}, "that of sums");
+  check::is_contiguous(statistics);
   if (values.shape[0] == 0) return;
   const Scratch scratch(kForward, values.device, bytes, context);
   if constexpr (kHasCuda) cuda::divergence_forward(args, scratch.context());
 }
 
 void divergence_backward(const DivergenceBackwardArgs& args, const ExecutionContext& context) {
-  const std::size_t bytes = divergence_backward_workspace_bytes(args, context);
+  check_inputs(kBackward, args.inputs);
   const TensorView& values = args.inputs.student.values;
-  const bool has_statistics = args.statistics.is_present;
-  if (has_statistics) check_statistics(kBackward, args.statistics, values);
   const auto check_lse = [&](const Argument& lse) {
     check::is_valid(lse);
     check::is_on(lse, values.device, "student");
@@ -125,9 +110,8 @@ void divergence_backward(const DivergenceBackwardArgs& args, const ExecutionCont
   const bool is_in_place = args.grad_values.data == values.data && args.grad_values.dtype == values.dtype &&
                            args.grad_values.strides == values.strides;
   if (!is_in_place) check::do_not_overlap(grad_values, {kBackward, "student", values});
-  if (values.shape[0] == 0 || (values.shape[1] == 0 && !has_statistics)) return;
-  const Scratch scratch(kBackward, values.device, bytes, context);
-  if constexpr (kHasCuda) cuda::divergence_backward(args, scratch.context());
+  if (values.element_count() == 0) return;
+  if constexpr (kHasCuda) cuda::divergence_backward(args, context);
 }
 
 }  // namespace eaves

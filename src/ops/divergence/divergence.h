@@ -68,11 +68,6 @@ struct DivergenceForwardArgs {
 
 struct DivergenceBackwardArgs {
   DivergenceInputs inputs = {};
-
-  /// out, optional; as in DivergenceForwardArgs. If it is given, it is computed first, and the numbers of the rows
-  /// below are views of it.
-  TensorView statistics = {};
-
   TensorView lse = {};          ///< [rows, 2], float32, the last axis with unit stride
   TensorView teacher_lse = {};  ///< likewise
   TensorView hard_lse = {};     ///< likewise; with targets
@@ -94,13 +89,12 @@ struct DivergenceBackwardArgs {
 void divergence_forward(const DivergenceForwardArgs& args, const ExecutionContext& context);
 std::size_t divergence_forward_workspace_bytes(const DivergenceForwardArgs& args, const ExecutionContext& context);
 void divergence_backward(const DivergenceBackwardArgs& args, const ExecutionContext& context);
-std::size_t divergence_backward_workspace_bytes(const DivergenceBackwardArgs& args, const ExecutionContext& context);
 
 }  // namespace eaves
 #pragma GCC visibility pop
 
 namespace eaves::cuda {
-/// `context.workspace` holds divergence_workspace_bytes(), for a backward only with `statistics`.
+/// `context.workspace` holds divergence_workspace_bytes().
 void divergence_forward(const DivergenceForwardArgs& args, const ExecutionContext& context);
 void divergence_backward(const DivergenceBackwardArgs& args, const ExecutionContext& context);
 std::size_t divergence_workspace_bytes(std::int64_t rows, std::int64_t classes);

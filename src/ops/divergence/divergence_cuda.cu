@@ -1,7 +1,6 @@
 // divergence on a GPU. The first pass computes each lse and a KL divergence; a second pass computes a divergence that
 // needs both lse first; the last pass writes the gradient. Every pass reads the student's and the teacher's row side by
-// side and is bound by memory alone. A row is cut into pieces, one for each block. If the pieces are the blocks of a
-// cluster, one kernel makes all passes, and those after the first read the row from the L2 cache.
+// side, one block per piece of a row, and is bound by memory alone.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -26,8 +25,9 @@ constexpr int kThreads = 256;
 constexpr int kVectors = 4;             // groups of four columns per row that a thread loads before it uses the first
 constexpr int kColumns = 4 * kVectors;  // columns of a thread per batch
 constexpr std::int64_t kBatch = std::int64_t{kThreads} * kColumns;
-constexpr std::int64_t kMostPieces = 8;  // of a row, the largest cluster that every GPU with clusters supports
-constexpr int kBlocks = 3;               // resident blocks per multiprocessor, which bounds a thread's registers
+/// Columns of a block. The number of rows does not change them, so no row's result depends on the other rows.
+constexpr std::int64_t kPiece = 4 * kBatch;
+constexpr int kBlocks = 3;  // resident blocks per multiprocessor, which bounds a thread's registers
 
 // ---- arguments of kernels -------------------------------------------------------------------------------------------
 
@@ -95,14 +95,6 @@ struct Number {
   __device__ float of(std::int64_t row) const { return values == nullptr ? constant : values[row * stride]; }
 };
 
-/// The number of pieces of a row, a power of two. The number of rows does not change it, so no row's result depends on
-/// the other rows.
-std::int64_t pieces_of(std::int64_t classes) {
-  std::int64_t pieces = 1;
-  while (pieces < kMostPieces && pieces * kBatch < classes) pieces *= 2;
-  return pieces;
-}
-
 struct Inputs {
   Side student;
   Side teacher;
@@ -120,7 +112,7 @@ struct Inputs {
         teacher(of.teacher),
         rows(of.student.values.shape[0]),
         classes(of.student.values.shape[1]),
-        pieces(pieces_of(classes)),
+        pieces(std::max<std::int64_t>(1, ceil_divide(classes, kPiece))),
         temperature(of.temperature),
         divergence(of.divergence),
         beta(static_cast<float>(of.beta)),
@@ -130,24 +122,18 @@ struct Inputs {
   __device__ std::int64_t target(std::int64_t row) const { return targets[row * target_stride]; }
 };
 
-/// The row and the piece of a block. The pieces of a row take its batches of columns in turn.
+/// The row and the columns of a block.
 struct Piece {
   std::int64_t row;
   std::int64_t index;
-  std::int64_t first;  ///< the first column
-  std::int64_t step;   ///< from one batch to the next
+  std::int64_t first;
   std::int64_t last;
 
   __device__ explicit Piece(const Inputs& in)
       : row(blockIdx.x / in.pieces),
         index(blockIdx.x % in.pieces),
-        first(index * kBatch),
-        step(in.pieces * kBatch),
-        last(in.classes) {}
-
-  __device__ bool has(std::int64_t column) const {
-    return column >= 0 && column < last && column % step / kBatch == index;
-  }
+        first(index * kPiece),
+        last(min(first + kPiece, in.classes)) {}
 };
 
 // ---- loads and stores -----------------------------------------------------------------------------------------------
@@ -453,13 +439,17 @@ struct TermReduction {
   }
 };
 
-/// The state of a piece, in the first warp. T is the teacher's type.
+/// `states` is [pieces, rows]; unused if a row has one piece. T is the teacher's type.
 template <typename Reduction, typename T, bool kHasVectors>
-__device__ typename Reduction::State reduce_piece(const Inputs& in, const Piece& piece, const Reduction& reduction) {
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    reduce_pieces_of_rows(const __grid_constant__ Inputs in, float* statistics, typename Reduction::State* states) {
+  const Piece piece(in);
+  float* const to = statistics + piece.row * kDivergenceStatistics;
+  const Reduction reduction(in, to, piece.row);
   const float* const student = in.student.row<float>(piece.row);
   const T* const teacher = in.teacher.row<T>(piece.row);
   typename Reduction::State state;
-  for (std::int64_t first = piece.first; first < piece.last; first += piece.step) {
+  for (std::int64_t first = piece.first; first < piece.last; first += kBatch) {
     float of_student[kColumns];
     float of_teacher[kColumns];
     load<kHasVectors>(student, first, piece.last, of_student);
@@ -470,19 +460,11 @@ __device__ typename Reduction::State reduce_piece(const Inputs& in, const Piece&
   }
   if (Reduction::kIsFirst && threadIdx.x == 0 && in.targets != nullptr) {
     const std::int64_t target = in.target(piece.row);
-    if (piece.has(target)) reduction.add_target(state, in.student.logit(student[target], target).value);
+    if (target >= piece.first && target < piece.last) {
+      reduction.add_target(state, in.student.logit(student[target], target).value);
+    }
   }
-  return reduce_block<kThreads>(state, reduction);
-}
-
-/// `states` is [pieces, rows]; unused if a row has one piece.
-template <typename Reduction, typename T, bool kHasVectors>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    reduce_pieces_of_rows(const __grid_constant__ Inputs in, float* statistics, typename Reduction::State* states) {
-  const Piece piece(in);
-  float* const to = statistics + piece.row * kDivergenceStatistics;
-  const Reduction reduction(in, to, piece.row);
-  const typename Reduction::State state = reduce_piece<Reduction, T, kHasVectors>(in, piece, reduction);
+  state = reduce_block<kThreads>(state, reduction);
   if (threadIdx.x != 0) return;
   if (in.pieces == 1) return reduction.finish(in, piece.row, state, to);
   states[piece.index * in.rows + piece.row] = state;
@@ -543,6 +525,9 @@ struct Gradient {
         stride(args.grad_values.strides[0]) {}
 };
 
+/// The upstream gradients of a row that are not 0. Both sides are plain, except for `any`.
+enum class Terms { divergence, divergence_and_hard_loss, lse, any };
+
 /// The gradient of the student's values in a row.
 struct RowGradient {
   const Inputs& in;
@@ -558,7 +543,7 @@ struct RowGradient {
   float grad_hard_loss;
   float of_target;  ///< p - 1 of the target, computed without cancellation
   std::int64_t target = -1;
-  bool is_usual;
+  Terms terms;
 
   __device__ RowGradient(const Gradient& of, std::int64_t row)
       : in(of.inputs),
@@ -571,8 +556,7 @@ struct RowGradient {
         grad_lse(of.grad_lse.of(row)),
         grad_entropy(of.grad_entropy.of(row)),
         grad_hard_loss(in.targets == nullptr ? 0.0f : of.grad_hard_loss.of(row)),
-        is_usual(grad_lse == 0.0f && grad_entropy == 0.0f && grad_hard_loss == 0.0f && in.student.is_plain &&
-                 in.teacher.is_plain) {
+        terms(find_terms()) {
     if (grad_hard_loss == 0.0f) return;
     hard_lse = lse_at(of.hard_lse + row * of.hard_lse_stride);
     of_target = expm1f(-of.hard_loss.of(row));
@@ -583,15 +567,16 @@ struct RowGradient {
     return grad_divergence == 0.0f && grad_lse == 0.0f && grad_entropy == 0.0f && grad_hard_loss == 0.0f;
   }
 
-  /// kIsUsual: only the divergence has an upstream gradient, and both sides are plain.
-  template <bool kIsUsual>
+  template <Terms kTerms>
   __device__ float of_value(float student, float teacher, std::int64_t column, Divergence divergence) const {
-    const Logit logit = in.student.logit<kIsUsual>(student, column);
+    constexpr bool kIsAny = kTerms == Terms::any;
+    constexpr bool kHasHardLoss = kTerms == Terms::divergence_and_hard_loss;
+    const Logit logit = in.student.logit<!kIsAny>(student, column);
     const float log_s = lse.log_probability(logit.value, per_temperature);
     const float s = exponential(log_s);
     float of_z = 0.0f;
-    if (kIsUsual || grad_divergence != 0.0f) {
-      const float teacher_logit = in.teacher.logit<kIsUsual>(teacher, column).value;
+    if (kTerms == Terms::divergence || kHasHardLoss || (kIsAny && grad_divergence != 0.0f)) {
+      const float teacher_logit = in.teacher.logit<!kIsAny>(teacher, column).value;
       const float log_t = teacher_lse.log_probability(teacher_logit, per_temperature);
       const float t = exponential(log_t);
       const float product = divergence == Divergence::forward ? -t
@@ -600,11 +585,10 @@ struct RowGradient {
                                 : term_of(divergence, in.beta, log_s, log_t, s, t).weighted;
       of_z = grad_divergence * fmaf(-centre, s, product);
     }
-    if constexpr (kIsUsual) return of_z * (per_temperature * in.student.scale);
-    if (grad_lse != 0.0f) of_z = fmaf(grad_lse, s, of_z);
-    if (grad_entropy != 0.0f) of_z -= grad_entropy * weighted(s, log_s + entropy);
+    if (kTerms == Terms::lse || (kIsAny && grad_lse != 0.0f)) of_z = fmaf(grad_lse, s, of_z);
+    if (kIsAny && grad_entropy != 0.0f) of_z -= grad_entropy * weighted(s, log_s + entropy);
     of_z *= per_temperature;
-    if (grad_hard_loss != 0.0f) {
+    if (kHasHardLoss || (kIsAny && grad_hard_loss != 0.0f)) {
       of_z +=
           grad_hard_loss * (column == target ? of_target : exponential(hard_lse.log_probability(logit.value, 1.0f)));
     }
@@ -615,39 +599,52 @@ struct RowGradient {
   template <bool kHasVectors>
   __device__ void write(float (&student)[kColumns], const float (&teacher)[kColumns], std::int64_t first,
                         std::int64_t last) const {
-    const auto write_each = [&](auto is_usual, Divergence divergence) {
+    const auto write_each = [&]<Terms kTerms>(Divergence divergence) {
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
         const std::int64_t column = min(column_of<kHasVectors>(first, i), last - 1);
-        student[i] = of_value<is_usual>(student[i], teacher[i], column, divergence);
+        student[i] = of_value<kTerms>(student[i], teacher[i], column, divergence);
       }
     };
     // One loop per divergence, so that no column has a branch.
-    if (!is_usual) return write_each(std::false_type{}, in.divergence);
-    if (in.divergence == Divergence::forward) return write_each(std::true_type{}, Divergence::forward);
-    if (in.divergence == Divergence::reverse) return write_each(std::true_type{}, Divergence::reverse);
-    if (in.divergence == Divergence::jsd) return write_each(std::true_type{}, Divergence::jsd);
-    write_each(std::true_type{}, Divergence::total_variation);
+    const auto write_divergence = [&]<Terms kTerms>() {
+      if (in.divergence == Divergence::forward) return write_each.template operator()<kTerms>(Divergence::forward);
+      if (in.divergence == Divergence::reverse) return write_each.template operator()<kTerms>(Divergence::reverse);
+      if (in.divergence == Divergence::jsd) return write_each.template operator()<kTerms>(Divergence::jsd);
+      write_each.template operator()<kTerms>(Divergence::total_variation);
+    };
+    if (terms == Terms::divergence) return write_divergence.template operator()<Terms::divergence>();
+    if (terms == Terms::lse) return write_each.template operator()<Terms::lse>(in.divergence);
+    if (terms == Terms::any) return write_each.template operator()<Terms::any>(in.divergence);
+    write_divergence.template operator()<Terms::divergence_and_hard_loss>();
   }
 
  private:
+  __device__ Terms find_terms() const {
+    if (!in.student.is_plain || !in.teacher.is_plain || grad_entropy != 0.0f) return Terms::any;
+    if (grad_divergence == 0.0f) return grad_hard_loss == 0.0f ? Terms::lse : Terms::any;
+    if (grad_lse != 0.0f) return Terms::any;
+    return grad_hard_loss == 0.0f ? Terms::divergence : Terms::divergence_and_hard_loss;
+  }
+
   static __device__ Lse lse_at(const float* numbers) { return {numbers[0], numbers[1]}; }
 };
 
 /// T is the teacher's type.
 template <typename T, bool kHasVectors>
-__device__ void write_gradient_of_piece(const Gradient& gradient, const Piece& piece) {
+__global__ void __launch_bounds__(kThreads, kBlocks) write_gradient(const __grid_constant__ Gradient gradient) {
   const Inputs& in = gradient.inputs;
+  const Piece piece(in);
   const RowGradient of_row(gradient, piece.row);
   const float* const student = in.student.row<float>(piece.row);
   const T* const teacher = in.teacher.row<T>(piece.row);
   const bool is_zero = of_row.is_zero();
-  for (std::int64_t first = piece.first; first < piece.last; first += piece.step) {
+  for (std::int64_t first = piece.first; first < piece.last; first += kBatch) {
     float values[kColumns] = {};
     if (!is_zero) {
-      float of_teacher[kColumns];
+      float of_teacher[kColumns] = {};
       load<kHasVectors, true>(student, first, piece.last, values);
-      load<kHasVectors>(teacher, first, piece.last, of_teacher);
+      if (of_row.grad_divergence != 0.0f) load<kHasVectors>(teacher, first, piece.last, of_teacher);
       of_row.write<kHasVectors>(values, of_teacher, first, piece.last);
     }
     const auto store_as = [&]<typename G>(G* to) {
@@ -661,39 +658,6 @@ __device__ void write_gradient_of_piece(const Gradient& gradient, const Piece& p
       store_as(static_cast<float*>(gradient.to));
     }
   }
-}
-
-template <typename T, bool kHasVectors>
-__global__ void __launch_bounds__(kThreads, kBlocks) write_gradient(const __grid_constant__ Gradient gradient) {
-  write_gradient_of_piece<T, kHasVectors>(gradient, Piece(gradient.inputs));
-}
-
-// ---- all passes of a row in a cluster -------------------------------------------------------------------------------
-
-/// The clusters that run at once have rows of this many bytes at most, which stay in the L2 cache between the passes.
-constexpr std::int64_t kRowsInCache = 40 << 20;
-
-__host__ __device__ bool has_terms(Divergence divergence) {
-  return divergence == Divergence::jsd || divergence == Divergence::total_variation;
-}
-
-/// `gradient` reads the numbers of the rows from `statistics`, which this kernel writes.
-template <typename T, bool kHasVectors>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    compute_rows(const __grid_constant__ Gradient gradient, float* statistics) {
-#if __CUDA_ARCH__ >= 900
-  const Inputs& in = gradient.inputs;
-  const Piece piece(in);
-  float* const to = statistics + piece.row * kDivergenceStatistics;
-  const auto compute = [&]<typename Reduction>(const Reduction& reduction) {
-    const auto state = reduce_cluster(reduce_piece<Reduction, T, kHasVectors>(in, piece, reduction), reduction);
-    if (piece.index == 0 && threadIdx.x == 0) reduction.finish(in, piece.row, state, to);
-    cooperative_groups::this_cluster().sync();  // every block reads the statistics
-  };
-  compute(KlReduction(in, to, piece.row));
-  if (has_terms(in.divergence)) compute(TermReduction(in, to, piece.row));
-  write_gradient_of_piece<T, kHasVectors>(gradient, piece);
-#endif
 }
 
 // ---- host -----------------------------------------------------------------------------------------------------------
@@ -716,13 +680,6 @@ void dispatch(const DivergenceInputs& inputs, bool vectors, Run run) {
   });
 }
 
-/// Shared memory that compute_rows() asks for, so that no more blocks run at once than kRowsInCache allows.
-std::size_t shared_bytes(const Inputs& in, std::size_t teacher_bytes, const DeviceProperties& gpu) {
-  const std::int64_t row_bytes = in.classes * static_cast<std::int64_t>(sizeof(float) + teacher_bytes);
-  const std::int64_t blocks = kRowsInCache / std::max<std::int64_t>(1, row_bytes * gpu.multiprocessors / in.pieces);
-  return blocks >= kBlocks ? 0 : gpu.shared_bytes_per_block / (std::max<std::int64_t>(1, blocks) + 1) + 1024;
-}
-
 template <typename Reduction>
 void reduce(const DivergenceForwardArgs& args, const ExecutionContext& context) {
   constexpr const char* kOp = "divergence_forward";
@@ -742,38 +699,24 @@ void reduce(const DivergenceForwardArgs& args, const ExecutionContext& context) 
 }  // namespace
 
 std::size_t divergence_workspace_bytes(std::int64_t rows, std::int64_t classes) {
-  const std::int64_t pieces = pieces_of(classes);
-  return pieces == 1 ? 0 : static_cast<std::size_t>(pieces * rows) * sizeof(KlState);
+  const std::int64_t pieces = ceil_divide(classes, kPiece);
+  return pieces <= 1 ? 0 : static_cast<std::size_t>(pieces * rows) * sizeof(KlState);
 }
 
 void divergence_forward(const DivergenceForwardArgs& args, const ExecutionContext& context) {
   const DeviceGuard guard(args.inputs.student.values.device);
   reduce<KlReduction>(args, context);
-  if (has_terms(args.inputs.divergence)) reduce<TermReduction>(args, context);
+  const Divergence divergence = args.inputs.divergence;
+  if (divergence == Divergence::jsd || divergence == Divergence::total_variation) reduce<TermReduction>(args, context);
 }
 
 void divergence_backward(const DivergenceBackwardArgs& args, const ExecutionContext& context) {
   const DeviceGuard guard(args.inputs.student.values.device);
   const Gradient gradient(args);
-  const std::int64_t blocks = gradient.inputs.rows * gradient.inputs.pieces;
-  const bool is_whole = args.statistics.is_present;
-  const DeviceProperties& gpu = properties(args.inputs.student.values.device);
-  if (is_whole && gpu.compute_capability < 90) {
-    cuda::divergence_forward({.inputs = args.inputs, .statistics = args.statistics}, context);
-  }
   dispatch(args.inputs, has_vectors(args.grad_values), [&]<typename T, bool kHasVectors>() {
-    if (!is_whole || gpu.compute_capability < 90) {
-      launch("divergence_backward", write_gradient<T, kHasVectors>,
-             {.blocks = blocks, .threads = kThreads, .stream = context.stream}, gradient);
-      return;
-    }
-    launch("divergence_backward", compute_rows<T, kHasVectors>,
-           {.blocks = blocks,
-            .threads = kThreads,
-            .cluster_blocks = static_cast<int>(gradient.inputs.pieces),
-            .shared_bytes = shared_bytes(gradient.inputs, sizeof(T), gpu),
-            .stream = context.stream},
-           gradient, static_cast<float*>(args.statistics.data));
+    launch("divergence_backward", write_gradient<T, kHasVectors>,
+           {.blocks = gradient.inputs.rows * gradient.inputs.pieces, .threads = kThreads, .stream = context.stream},
+           gradient);
   });
 }
 
