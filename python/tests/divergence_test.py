@@ -189,7 +189,13 @@ def test_statistics_and_gradients_are_those_of_the_formulas(
         number = getattr(found, name)
         actual = number.double().sum(1) if name == "lse" else number.double()
         assert ((actual - expected).abs() <= rounding * expected.abs().clamp(min=1)).all(), name
-    for upstream in (case.factors, RowFactors(case.factors.divergence)):
+    factors = case.factors
+    for upstream in (
+        factors,
+        RowFactors(factors.divergence),
+        RowFactors(factors.divergence, hard_loss=factors.hard_loss),
+        RowFactors(None, lse=factors.lse),
+    ):
         expected = case.exact(upstream)[1]
         actual = case.gradient(upstream)
         relative = rounding.unsqueeze(1)
