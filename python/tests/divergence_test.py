@@ -199,8 +199,9 @@ def test_statistics_and_gradients_are_those_of_the_formulas(
         expected = case.exact(upstream)[1]
         actual = case.gradient(upstream)
         relative = rounding.unsqueeze(1)
-        # A few roundings of the number itself, such as p - 1 of a target's hard loss.
-        allowed = relative * case.terms(upstream, relative) + 4 * EPSILON * expected.abs() + 1e-36
+        # A few roundings of the number itself, such as p - 1 of a target's hard loss. A GPU flushes a probability below
+        # 1.2e-38 to 0; its gradient is that times |f'| of some hundreds, 1 / temperature and the upstream gradient.
+        allowed = relative * case.terms(upstream, relative) + 4 * EPSILON * expected.abs() + 1e-33
         assert ((actual - expected).abs() <= allowed).all()
         assert torch.equal(case.gradient(upstream, torch.bfloat16), actual.bfloat16())
 

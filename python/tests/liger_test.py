@@ -199,7 +199,10 @@ def test_the_scaled_cross_entropy_is_liger_s_own(selected: list[int] | None, has
         )
         return [each.detach() for each in (*out, *gradients)]
 
-    theirs = run(torch.float32)
+    try:
+        theirs = run(torch.float32)
+    except ImportError as error:  # on a GPU from Hopper on Liger's own kernel needs the CuTe DSL
+        pytest.skip(str(error))
     with eaves.liger.install():
         ours = run(torch.float32)
     for our, their in zip(ours, theirs, strict=True):

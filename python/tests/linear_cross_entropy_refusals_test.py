@@ -71,7 +71,7 @@ CALLS: list[Call] = [
     ({"scale": -1}, ValueError, "scale is -1, expected a positive number"),
     ({"scale": torch.ones(2)}, ValueError, r"scale has shape \[2\] and dtype float32, expected one floating-point"),
     ({"scale": torch.ones((), dtype=torch.int64)}, ValueError, "expected one floating-point number"),
-    ({"scale": torch.ones((), device="meta")}, ValueError, r"scale is on meta, expected cpu \(as input\)"),
+    ({"scale": torch.ones((), device="meta")}, ValueError, r"scale is on meta, expected (cpu|cuda:0) \(as input\)"),
     ({"z_loss": -1}, ValueError, "z_loss is -1, expected 0 or a positive number that float32 has"),
     ({"ignore_index": 1.5}, TypeError, r"ignore_index is 1\.5, expected an int"),
     ({"normalizer": 2.0, "reduction": "sum"}, ValueError, "normalizer is given, but only the mean divides"),
