@@ -36,7 +36,8 @@ def test_a_model_trains_with_each_loss_or_the_line_says_why_not(tmp_path: Path) 
     for package in ("transformers", "accelerate"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     output = tmp_path / FILE
-    command = [sys.executable, PROGRAM, "doors", "trainer", "axolotl", "fla", "--device", "cpu", "--steps", "2"]
+    command = [sys.executable, PROGRAM, "doors", "trainer", "axolotl", "fla", "--device", "cpu", "--steps", "2",
+               "--seconds", "600"]  # fmt: skip
     run = subprocess.run([*command, "--json", output], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     found = json.loads(output.read_text())
