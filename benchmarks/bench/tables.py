@@ -138,7 +138,7 @@ def tables(entries: Iterable[Entry]) -> list[Table]:
         for name, entry in case.entries.items():
             if (entry.get("peak_mib") or math.inf) < least:
                 case.entries[name] = {**entry, "peak_mib": None}
-    made = [Table(*key, list(cases.values())) for key, cases in found.items()]
+    made = [Table(*key, sorted(cases.values(), key=lambda case: case.size)) for key, cases in found.items()]
     kept: list[Table] = []
     for table in made:
         alone = [each.cases[0] for each in made

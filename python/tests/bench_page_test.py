@@ -38,6 +38,7 @@ def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_table_has_a_line_for_each_provider_and_a_column_for_each_length() -> None:
     (table,) = tables.tables(TWO_LENGTHS)
+    assert tables.cells(tables.tables(TWO_LENGTHS[::-1])[0], "ms")[0] == tables.cells(table, "ms")[0]  # ascending
     assert text_table(table, "ms") == (
         "toy, forward: dim 16, fp32; time in ms\n"
         "n                    1024  131072\n"
