@@ -39,7 +39,8 @@ from .device import find_device, now_ms, synchronize
 FILE = "doors.json"
 WARM_UP_STEPS = 5  # Triton compiles, and the optimizer allocates
 TOLERANCE = 5e-4
-"""Of the loss of the first step, relative: libraries round logits to 16 bits, and Liger's kernels the hidden states."""
+"""Relative tolerance of the loss of the first step: libraries round logits to 16 bits, and Liger's kernels round the
+hidden states."""
 
 
 class Sizes(NamedTuple):
@@ -64,7 +65,7 @@ class Door(NamedTuple):
     """Gets the model, before Trainer does."""
 
     options: Mapping[str, Any] = {}
-    """Of TrainingArguments."""
+    """Fields of TrainingArguments."""
 
 
 DOORS = {

@@ -209,7 +209,7 @@ class ReplacementOfLiger(ReplacementEverywhere):
 
 
 def _identity(value: Any) -> object:
-    """Of a bound method its parts: each look at one makes another object."""
+    """The parts of a bound method, because each access makes another object."""
     return (id(value.__self__), id(value.__func__)) if type(value) is MethodType else id(value)
 
 

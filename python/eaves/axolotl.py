@@ -32,7 +32,7 @@ _OTHER_LOSSES = (
     "chunked_cross_entropy", "cut_cross_entropy", "diffusion", "flash_attn_cross_entropy", "kd_trainer",
     "liger_cross_entropy", "liger_fused_linear_cross_entropy", "orpo_alpha", "rl", "use_eaft",
 )  # fmt: skip
-# Of trainers, the modules with a compute_loss that takes the model's loss.
+# Modules of trainers whose compute_loss takes the model's loss.
 _CALL_THE_MODEL = ("axolotl.core.trainers.base", "transformers.trainer")
 
 

@@ -42,7 +42,7 @@ class MultipleNegativesRankingLoss(Counted, _losses.MultipleNegativesRankingLoss
     _counted_by = integration
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor) -> Tensor:
-        """Of embeddings [B, D] of queries, of their documents and of negatives; `labels` are not read."""
+        """The loss of embeddings [B, D] of queries, their documents and negatives; `labels` are not read."""
         needing = self._needing_all_scores()
         if needing or len(embeddings) < 2:
             if needing:

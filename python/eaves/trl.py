@@ -47,8 +47,8 @@ def install(
     """Lets TRL's trainers compute log-probabilities, entropies, losses, divergences and their metrics with eaves.
 
     Results and gradients are those of TRL's functions, from the product's float32 sums; the gradient of the head is
-    added up in float32. Metrics take no product of their own. Of a 16-bit head that is cast to float32
-    (cast_lm_head_to_fp32) the copy is kept until the backward. The entropy beside log-probabilities has a gradient,
+    added up in float32. Metrics take no product of their own. The float32 copy of a 16-bit head
+    (cast_lm_head_to_fp32) is kept until the backward. The entropy beside log-probabilities has a gradient,
     which TRL drops up to 1.12.
     TRL's `chunk_size` is not read: `workspace_bytes` says how much is computed at once.
 
@@ -160,7 +160,7 @@ def _refuse_zero3(weight: Tensor) -> None:
 
 
 def _divisor(given: dict[str, Any], counts: Tensor) -> Tensor | float:
-    """Of the loss: num_items_in_batch, or how many rows count; 1 if none does."""
+    """The divisor of the loss: num_items_in_batch, or the number of rows that count; 1 if none does."""
     number = given["num_items_in_batch"]
     if number is None:
         return counts.sum().clamp(min=1)

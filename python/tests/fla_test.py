@@ -280,7 +280,7 @@ def test_logits_that_may_not_be_written_over_are_not(
 
 
 def losses_of_pieces(group: Any, given: list[Tensor], target: Tensor) -> list[Tensor]:
-    """Of this rank's classes: the losses of the head and of logits, and their gradients."""
+    """The losses of the head and of logits over this rank's classes, and their gradients."""
     hidden, head, bias = given
     rank, size = torch.distributed.get_rank(group), CLASSES // torch.distributed.get_world_size(group)
     rows = slice(rank * size, (rank + 1) * size)

@@ -29,7 +29,7 @@ def tool() -> Any:
 
 
 def runs() -> dict[str, tuple[str, str]]:
-    """Of each line of the matrix whose first package is a library of the table, the library and the version."""
+    """Library and version of each line of the matrix whose first package is a library of the table."""
     libraries = {each.package: each.library for each in INTEGRATIONS.values()}
     found = {}
     for name, line in tool().MATRIX.items():

@@ -79,7 +79,7 @@ class LinearOracle:
             self.loss_error = row_error
 
     def bounds(self, result_dtype: torch.dtype) -> dict[str, Bound]:
-        """Of each output but argmax. Rows that do not count have 0."""
+        """The upstream gradient of each output but argmax; 0 for rows that do not count."""
         counts = self.rows.counts
         found = {}
         for name, bound in self.rows.bounds().items():
@@ -109,9 +109,9 @@ class LinearOracle:
         )
 
 
-# Of the largest error of a gradient from a product, in the norm of the whole: rounding the gradient of the logits to
-# 16 bits, once, and the result, once, are each off by at most half a unit in the last place of a number, so that both
-# together are less than one. In float32 the sums are what is off.
+# The largest error of a gradient from a product, relative to the norm of the whole. The gradient of the logits is
+# rounded to 16 bits once, and so is the result: each by at most half a unit in the last place of a number, so that both
+# together are less than one. In float32 the sums have the error.
 def allowed_share(dtype: torch.dtype) -> float:
     if dtype == torch.float64:
         return 1e-12
@@ -121,7 +121,7 @@ def allowed_share(dtype: torch.dtype) -> float:
 
 
 def assert_gradients(actual: Any, exact: Gradients, dtype: torch.dtype, what: str = "") -> None:
-    """Of those that are there, relative to the norm of the exact ones."""
+    """The errors of the given results, relative to the norm of the exact ones."""
     for name, found, wanted in zip(Gradients._fields, actual, exact, strict=True):
         if found is None:
             continue

@@ -100,7 +100,7 @@ def test_which_way_a_call_goes(device: torch.device) -> None:
     assert is_speed() and is_speed(torch.bfloat16) and is_speed(reduction="sum") and is_speed(outputs="argmax")
     assert not is_speed(torch.float16) and not is_speed(torch.float16, algorithm="speed")
     assert not is_speed(reduction="none") and not is_speed(reduction="none", algorithm="speed")
-    # Of input alone the rows can be multiplied in the backward.
+    # If input alone has a gradient, the backward can multiply its rows.
     assert is_speed(is_frozen=True) and is_speed(is_frozen=True, reduction="none")
     assert not is_speed(is_frozen=True, reduction="none", outputs="entropy")
     assert not is_speed(outputs="lse") and not is_speed(outputs="entropy")

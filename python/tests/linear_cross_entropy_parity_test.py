@@ -23,7 +23,7 @@ from pairwise import pairwise
 
 ROWS, FEATURES, CLASSES = 96, 72, 1003
 
-# Of a loss and of a gradient, in float32: the last places, where which of two sums is closer is luck.
+# Tolerances of a loss and of a gradient in float32: in the last places it is luck which of two sums is closer.
 LUCK = {torch.float32: 2e-6, torch.bfloat16: 0.0, torch.float16: 0.0}
 
 
@@ -43,7 +43,7 @@ def whole_loss(function: Any, x: Tensor, head: Tensor, target: Tensor, bias: Ten
 
 
 def errors_of(function: Callable[..., Tensor], tensors: list[Tensor], oracle: LinearOracle, **options: Any) -> Any:
-    """Of the loss and the three gradients, relative to the norm of what is exact."""
+    """The errors of the loss and the three gradients, relative to the norm of the exact ones."""
     x, head, target, bias = tensors
     leaves = [tensor.detach().requires_grad_() for tensor in (x, head, bias)]
     loss = function(leaves[0], leaves[1], target, leaves[2], **options)

@@ -22,7 +22,7 @@ from ranks import Ranks, here
 def log_probs(
     group: distributed.ProcessGroup | None, dtype: torch.dtype, named: dict[str, Any], classes: int, is_parallel: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Of K tokens of each row, or of one: of a head, and of its logits. Outputs and gradients."""
+    """Outputs and gradients for K tokens of each row, or for one: of a head, and of its logits."""
     hidden, head, _, bias = problem((24, 16), CLASSES, dtype, here())
     tokens = torch.randint(0, classes, (24, 5), generator=torch.Generator().manual_seed(3))
     tokens[:, 3], tokens[2], tokens[5, 1:] = tokens[:, 0], -100, -100  # one twice, a row of none, a row of one

@@ -342,7 +342,7 @@ def test_parts_of_the_gradient_of_the_head_are_added_up_as_documented(device: to
         assert grad.dtype == torch.bfloat16
         return float((grad.cpu().double() - exact.weight).norm() / exact.weight.norm())
 
-    # Of 512 chunks, each of which is rounded in 16 bits, the error is several times one rounding's.
+    # 512 chunks, each rounded in 16 bits, have several times the error of one rounding.
     assert 4 * error(torch.float32) < error(None) == error(torch.bfloat16)
 
 

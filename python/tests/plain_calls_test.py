@@ -23,7 +23,7 @@ from cross_entropy_test import each
 TARGET = torch.tensor([2, 0, -100, 1, 2])
 HIDDEN, HEAD, BIAS, LOGITS = (torch.randn(shape) for shape in ((5, 4), (3, 4), (3,), (5, 3)))
 
-# Of hidden states, a head, a bias, logits and a target.
+# Hidden states, a head, a bias, logits and a target.
 CALLS: dict[str, Callable[..., Tensor]] = {
     "cross_entropy": lambda x, head, bias, logits, target: eaves.cross_entropy(logits, target),
     "in place": lambda x, head, bias, logits, target: eaves.cross_entropy(logits * 1, target, inplace_backward=True),

@@ -113,9 +113,8 @@ def in_place_in_forward(op: str, input: Tensor, *arguments: Any) -> tuple[Tensor
 
 
 def _written_over(op: str, input: Tensor, outputs: tuple[Tensor, ...], axis: int) -> tuple[Tensor, ...]:
-    """The outputs as those of `_InPlaceInForward`. Of logits that are a whole tensor, or all of one in another shape,
-    the gradient may be that of the loss alone. Of other views that would cost a copy of the gradient, and they are left
-    as they are."""
+    """The outputs as those of `_InPlaceInForward`. If the logits are a whole tensor, or all of one in another shape,
+    the gradient may be that of the loss alone. Other views stay as they are, because that would copy their gradient."""
     whole = input._base if input._is_view() else input
     handed_out: list[tuple[int, int]] = []
     if whole is None or not whole.requires_grad or (whole is not input and not _is_all_of(input, whole)):

@@ -80,7 +80,7 @@ class CrossEntropyCall(NamedTuple):
     group: ProcessGroup | Shard | None = None
     classes: int | None = None
     op: str = OP  # that errors name, with its names of arguments
-    # Of callers within eaves: with inplace_backward the backward writes the gradient.
+    # For callers within eaves: with inplace_backward the backward writes the gradient.
     keeps_logits: bool = False
 
     @property

@@ -101,7 +101,7 @@ class LinearCrossEntropyCall(NamedTuple):
     keep_bytes: int | None = None
     group: ProcessGroup | Shard | None = None
     classes: int | None = None
-    # Of callers within eaves: lse and entropy get no gradient, and "auto" may be "speed".
+    # For callers within eaves: lse and entropy get no gradient, and "auto" may be "speed".
     has_constant_outputs: bool = False
     op: str = OP  # that errors name, with its names of arguments
 

@@ -133,7 +133,7 @@ def refuse_foreign(op: str, name: str, tensor: Tensor, error: Exception | None =
 
 
 def check_not_packed(op: str, name: str, head: Tensor) -> None:
-    """Of a head in the integers of a quantisation the shape and the dtype say nothing about the numbers."""
+    """Shape and dtype of a head in the integers of a quantisation say nothing about its numbers."""
     if not head.is_floating_point() and is_foreign(head):
         refuse_foreign(op, name, head)
 

@@ -26,7 +26,7 @@ WIDE_HEAD = 8  # no gradient: that of the head in the dtype of the loss
 Forward, Backward = record_of(_forward), record_of(_backward)
 _ForwardBackward = record_of(torch.ops.eaves.linear_cross_entropy_forward_backward.default)
 
-# Of the arguments of a call the tensors, and the options, in the order of all operators.
+# The tensors among the arguments of a call, and its options, in the order of all operators.
 TENSORS = slice(Forward._fields.index("ignore_index"))
 OPTIONS = slice(TENSORS.stop, Forward._fields.index("outputs"))
 options_of = attrgetter(*Forward._fields[OPTIONS])

@@ -222,7 +222,7 @@ def _refuse_second_derivative(op: str) -> NoReturn:
 
 
 def gradient_function(overload: OpOverload) -> type[torch.autograd.Function]:
-    """Of a loss: the operator `overload`, its gradient, as a Function that has no derivative itself."""
+    """The operator `overload`, the gradient of a loss, as a Function that has no derivative itself."""
 
     names = [each.name for each in overload._schema.arguments if not each.has_default_value()]
 

@@ -116,7 +116,7 @@ _WAYS_OUT = {"scale": "; multiply logits or hidden states by a learned one", "so
 _EXPECTED = [words + _WAYS_OUT.get(name, "") for name, words in zip(NUMBERS, _words[1::2])]
 _TABLE = tuple(zip(NUMBERS, _numbers[::3], _numbers[1::3], _numbers[2::3], _EXPECTED))
 _DEFAULTS = [default for _, default, _, _, _ in _TABLE]
-# Of each number the least, the largest and what an error says of the two.
+# The least and the largest value of each number, and the words of an error for both.
 RANGES = {
     name: (low, high, words) for name, low, high, words in zip(NUMBERS, _numbers[1::3], _numbers[2::3], _words[1::2])
 }

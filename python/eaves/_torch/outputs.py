@@ -81,7 +81,7 @@ _SAVED_POSITIONS = [(positions[ENTROPY], positions[TARGET_MASS], positions[DIVIS
 
 
 def pick(outputs: Sequence[Any], computed: int, bit: int) -> Any:
-    """Of what a call gave (the loss, and what the bits `computed` say), that of `bit`; None where it is not there."""
+    """The output of `bit` among the results of a call (the loss, and the outputs of the bits `computed`), or None."""
     position = POSITIONS[computed][bit]
     return outputs[position] if position else None
 
@@ -154,7 +154,7 @@ def for_backward(upstream: Sequence[Any], saved: Sequence[Any], mode: int) -> tu
 
 
 def log_prob_of(loss: Tensor) -> Tensor:
-    """The log-probabilities from the loss of each row. Of ignored rows they are 0, where -loss would be -0."""
+    """The log-probabilities from the loss of each row; 0 for ignored rows, for which -loss would be -0."""
     return torch.rsub(loss, 0)
 
 

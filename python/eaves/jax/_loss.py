@@ -268,7 +268,7 @@ def _scaled(gradient: jax.Array, factor: Any) -> jax.Array:
 
 
 def loss_of(loss: Loss, inputs: tuple[Any, ...], more: LossArrays, mode: int, axis_name: str | None) -> Any:
-    """The reduced loss; with outputs a named tuple. Of its fields only loss, lse and entropy have derivatives."""
+    """The reduced loss; with outputs a named tuple, in which only loss, lse and entropy have derivatives."""
     rows, shape, (name, place) = loss.rows(inputs), loss.shape(inputs), loss.cut
     targets, class_weight, row_weight, divisor = more.checked(loss.op, inputs[0], rows, shape, mode)
     shard = shard_of(loss.op, axis_name, name, inputs[place], shape[loss.axis], targets, loss.outputs)
