@@ -240,7 +240,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             skipped.append(f"- {', '.join(names)}: {tables.code(row['skipped'])}")
         else:
             peak = "-" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}"
-            numbers = [f"{row['tokens_per_second']:.0f}", peak, f"{row['first_loss']:.4f}"]
+            numbers = [f"{float(tables.three(row['tokens_per_second'])):.0f}", peak, f"{row['first_loss']:.4f}"]
         lines.append(names + numbers)
     return tables.markdown(lines, left=2) + skipped + [""] * bool(skipped)
 
@@ -254,10 +254,12 @@ def section(folder: Path) -> list[str]:
     versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
     return [
         "## Trainers", "",
-        "A model with the sizes of Qwen3-0.6B and random weights trains with transformers' Trainer in bf16: tokens per",
-        "second by the median step, and the peak that PyTorch allocates. Axolotl itself does not run: its line has the",
-        f"model as `eaves.axolotl.EavesPlugin` leaves it. From [{FILE}]({FILE}), by `{PROGRAM} doors`: {sizes}.", "",
-        *table(found["rows"]), f"{found['date'][:10]}, {versions}.", "",
+        "A model with the sizes of Qwen3-0.6B, but fewer than its 28 layers, and with random weights trains with",
+        "transformers' Trainer in bf16: tokens per second by the median step, and the peak that PyTorch allocates. The",
+        "head's share of a step is larger than in the whole model. Axolotl itself does not run: its line has the model",
+        "as `eaves.axolotl.EavesPlugin` leaves it. Each line is a process of its own, and its steps lie within a fifth",
+        f"of the median. From [{FILE}]({FILE}), by `{PROGRAM} doors`: {sizes}.", "",
+        *table(found["rows"]), f"Commit {found['commit'][:12]}, {found['date'][:10]}, {versions}.", "",
     ]  # fmt: skip
 
 

@@ -31,8 +31,9 @@ _REST = f"""\
 row: other shapes and options, {{}}. Drawn by `{PROGRAM} page`."""
 
 _ABOUT = """\
-Every number is from one process, the implementations taking turns, each with cold caches: the median of the times in
-milliseconds, and the peak of memory. Before it is timed, what each one computes is compared with what eaves computes.
+Every number of an operator is from one process, the implementations taking turns, each with cold caches: the median of
+the times in milliseconds, and the peak of memory. Before it is timed, what each one computes is compared with what
+eaves computes.
 
 - `eaves / limit` is 1 at the limit.
 - `best peer / eaves` is the best of the others by eaves: above 1 eaves is faster, or takes less memory.
@@ -200,7 +201,7 @@ def _reason(provider: Provider, content: dict[str, Any]) -> str:
     if provider.needs_gpu and content["cuda"] is None:
         return "needs a GPU"
     if not content["versions"].keys() >= set(provider.packages):
-        return "was not installed"
+        return "was not run"
     return "not measured yet, or cannot do these rows"
 
 

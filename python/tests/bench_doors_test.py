@@ -76,12 +76,13 @@ def test_a_process_that_dies_or_hangs_is_a_line_that_says_so() -> None:
 
 def test_a_page_shows_the_lines_of_the_result_file(tmp_path: Path) -> None:
     assert section(tmp_path) == []
-    found = {"rows": ROWS, "sizes": {"hidden": 32}, "versions": {"torch": "2.11"}, "date": "2026-11-29T08:00:00Z"}
+    found = {"rows": ROWS, "sizes": {"hidden": 32}, "versions": {"torch": "2.11"}, "date": "2026-11-29T08:00:00Z",
+             "commit": "0123456789abcdef"}  # fmt: skip
     (tmp_path / FILE).write_text(json.dumps(found))
     lines = section(tmp_path)
-    assert "| Trainer | eaves.hf.install() | 12346 | 1024 | 12.0054 |" in lines
+    assert "| Trainer | eaves.hf.install() | 12300 | 1024 | 12.0054 |" in lines
     assert "- `FusedLinearCrossEntropyLoss`, FLA: `no module named 'fla'`" in lines
-    assert "2026-11-29, torch 2.11." in lines
+    assert "Commit 0123456789ab, 2026-11-29, torch 2.11." in lines
     assert "\n".join(lines) in page.texts(page.Folder(tmp_path, OPERATORS))[page.PAGE]
 
 

@@ -202,6 +202,8 @@ def test_the_scaled_cross_entropy_is_liger_s_own(selected: list[int] | None, has
     try:
         theirs = run(torch.float32)
     except ImportError as error:  # on a GPU from Hopper on Liger's own kernel needs the CuTe DSL
+        if "CuTe DSL" not in str(error):
+            raise
         pytest.skip(str(error))
     with eaves.liger.install():
         ours = run(torch.float32)
