@@ -1,4 +1,4 @@
-"""The libraries that can train with eaves, in one table; and functions of theirs that eaves takes the place of."""
+"""One table of the libraries that can train with eaves, and the replacement of their functions by eaves' own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 
 class Integration:
-    """A library that can train with eaves: `library` names eaves' module for it, of a Replacement also Python's, and
-    `package` is pip's name. It is known in the release series `known`, "1.16" for instance: what another one passes and
-    expects may differ."""
+    """A library that can train with eaves. `library` is the name of eaves' module for it; a Replacement changes the
+    modules of the Python package of this name too. `package` is pip's name of the library. eaves knows the release
+    series `known`, "1.16" for instance; another series may pass and expect other arguments."""
 
     def __init__(self, library: str, known: tuple[str, ...], *, package: str | None = None) -> None:
         self.library, self.known, self.package = library, known, package or library
@@ -31,7 +31,7 @@ class Integration:
             return None
 
     def series(self) -> str | None:
-        """The known release series of the installed library; None if it has none."""
+        """The known release series of the installed version; None if the version is in none of them."""
         return self.series_of(self.version())
 
     def series_of(self, version: str | None) -> str | None:
@@ -42,7 +42,7 @@ class Integration:
 
     @property
     def turned_on(self) -> str:
-        """When a process calls eaves, behind "active"."""
+        """The words behind "active" that say when a process calls eaves."""
         return f"where eaves.{self.library}.install() was called"
 
     def is_active(self) -> bool:
@@ -61,15 +61,15 @@ class Integration:
 
 
 class Module(Integration):
-    """A library that calls eaves' module for it, of itself. The module says whether it is active."""
+    """A library that calls eaves' module for it without a replacement. The module says whether it is active."""
 
     def __init__(self, library: str, known: tuple[str, ...], turned_on: str, *, package: str | None = None) -> None:
         super().__init__(library, known, package=package)
         self._turned_on = turned_on
-        self.objects: weakref.WeakSet[Any] = weakref.WeakSet()  # of eaves, which the library has made and calls
+        self.objects: weakref.WeakSet[Any] = weakref.WeakSet()  # eaves' objects that the library has made and calls
 
     def has_objects(self) -> bool:
-        """Whether one of them is alive: the module's is_active()."""
+        """Whether one of `objects` is alive, for the module's is_active()."""
         return bool(self.objects)
 
     @property
@@ -97,9 +97,9 @@ Places = tuple[tuple[str, str], ...]  # (module, name)
 
 
 class Replacement(Integration):
-    """Functions of a library. For each, `functions` has places (module, name): where it is defined, and where it is
-    called; a name may be one in a class, "Trainer.compute_loss". If release series have different functions, `known`
-    is a dict: the functions of each series."""
+    """Functions of a library that eaves replaces. For each function, `functions` has its places (module, name): first
+    the place of its definition, then the places that call it. A name may lie in a class, "Trainer.compute_loss". If
+    release series have different functions, `known` is a dict: the functions of each series."""
 
     def __init__(
         self,
@@ -121,8 +121,8 @@ class Replacement(Integration):
             return bool(self._installed) and self._is_everywhere(self._installed[-1].ours)
 
     def install(self, make: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Installed:
-        """Everywhere in the library that theirs, or ours with other options, was imported to. `make` gets theirs and
-        returns ours."""
+        """Replaces the functions everywhere in the library that imported theirs, or ours with other options. `make`
+        gets their functions and returns ours."""
         self.check_version()
         with self._lock:
             self._functions = self._functions_of[self.series() or ""]
@@ -145,7 +145,8 @@ class Replacement(Integration):
             return installed
 
     def uninstall(self, which: Installed | None = None) -> None:
-        """Gives the library its own function back, or undoes one install; without an install nothing happens."""
+        """Gives the library its own functions back, or undoes the one install `which`. Without an install nothing
+        happens."""
         with self._lock:
             before = self._in_place()
             self._installed = [each for each in self._installed if which is not None and each is not which]
@@ -174,7 +175,7 @@ class Replacement(Integration):
             if self._is_changed(name) and isinstance(module, ModuleType)
         ]
         owners += [_owner(*place) for places in self._functions for place in places if "." in place[1]]
-        for owner in filter(None, owners):  # a class that was not imported is none
+        for owner in filter(None, owners):  # None: a class that was not imported
             for name, value in list(vars(owner).items()):
                 if _identity(value) in changes:
                     setattr(owner, name, changes[_identity(value)])
@@ -199,7 +200,8 @@ class ReplacementOfLiger(ReplacementEverywhere):
 
     @staticmethod
     def other_kernel() -> str | None:
-        """Its name. Liger's own resolve_impl would import every kernel, and log those that it cannot import."""
+        """The name of another kernel that Liger chooses, or None. Liger's own resolve_impl would import every kernel,
+        and log those that it cannot import."""
         backends: Any = sys.modules.get("liger_kernel.backends")  # from 0.8.3 on
         if backends is None:
             return None
@@ -209,12 +211,13 @@ class ReplacementOfLiger(ReplacementEverywhere):
 
 
 def _identity(value: Any) -> object:
-    """The parts of a bound method, because each access makes another object."""
+    """The identity of a value. A bound method has the identity of its parts, because each access makes another
+    object."""
     return (id(value.__self__), id(value.__func__)) if type(value) is MethodType else id(value)
 
 
 def _owner(module: str, name: str) -> Any:
-    """The module, or a class of it, that has the name."""
+    """The module, or the class in it, that has the attribute `name`."""
     classes = name.split(".")[:-1]
     return functools.reduce(lambda owner, each: getattr(owner, each, None), classes, sys.modules.get(module))
 
@@ -224,8 +227,8 @@ def _found(module: str, name: str) -> Any:
 
 
 def called_like(theirs: Callable[..., Any], ours: Callable[[dict[str, Any]], Any], *first: None) -> Callable[..., Any]:
-    """A function that is called like theirs without its arguments `first`, a Function's ctx. Ours gets the arguments by
-    theirs' names, because versions of a library differ in their order."""
+    """A function with the signature of `theirs`, without its arguments `first`: a Function's ctx. `ours` gets the
+    arguments by their names in `theirs`, because versions of a library differ in the order."""
     signature = inspect.signature(theirs)
 
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -264,7 +267,7 @@ _TRL = {
     ),
 }
 
-# Each library once, in the order of the alphabet: the versions that are known, and where the functions lie. eaves' own
+# Each library once, in alphabetical order, with its known versions and the places of its functions. eaves' own
 # functions are in the module of the library's name. `python -m eaves info` prints the table.
 INTEGRATIONS: dict[str, Integration] = {
     each.library: each
@@ -345,7 +348,7 @@ def replacement_of(library: str) -> Replacement:
 
 
 def module_of(library: str) -> Module:
-    """The integration, in a version that is known."""
+    """The library's integration. Raises an error if the installed version is not known."""
     integration = INTEGRATIONS[library]
     assert isinstance(integration, Module)
     integration.check_version()

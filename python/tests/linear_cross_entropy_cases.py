@@ -17,8 +17,8 @@ OF_INPUT, OF_WEIGHT, OF_BIAS, WIDE_WEIGHT = (1 << bit for bit in range(4))  # py
 
 
 def bytes_of_half(hidden: Tensor, head: Tensor) -> int:
-    """keep_bytes with room for the logits of half of the rows, each up to a multiple of 32. (A GPU keeps whole tiles of
-    128 rows, and so none of fewer.)"""
+    """keep_bytes with room for the logits of half of the rows, each row filled up to a multiple of 32. (A GPU keeps
+    whole tiles of 128 rows: from fewer rows it keeps none.)"""
     size = 8 if hidden.dtype == torch.float64 else 4
     return hidden.shape[:-1].numel() // 2 * (-head.shape[0] // 32 * -32) * size
 
@@ -27,7 +27,8 @@ def bytes_of_half(hidden: Tensor, head: Tensor) -> int:
 
 
 class Gradients(NamedTuple):
-    """With respect to input, linear_weight and linear_bias; those that were asked for."""
+    """The gradients with respect to input, linear_weight and linear_bias; None for a gradient that was not asked
+    for."""
 
     input: Tensor | None
     weight: Tensor | None
@@ -37,7 +38,7 @@ class Gradients(NamedTuple):
 class LinearOracle:
     """eaves.linear_cross_entropy by the formula, in float64: the product, and CrossEntropyOracle of its logits.
 
-    What the bounds of a loss are measured by is the largest logit as if nothing in its sum had cancelled.
+    The bounds of a loss scale with the largest logit that its sum would have without cancellation.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class LinearOracle:
         target: Tensor,
         linear_bias: Tensor | None = None,
         weight: Tensor | None = None,
-        workspace_bytes: int | None = None,  # changes nothing
+        workspace_bytes: int | None = None,  # has no effect on the formula
         **options: Any,
     ) -> None:
         self.x = input.detach().cpu().double().reshape(-1, input.shape[-1])
@@ -64,8 +65,8 @@ class LinearOracle:
             self.z, target.cpu().double() if target.is_floating_point() else target, weight, **options
         )
         self.rows.counts &= self.rows.weight != 0
-        # A product of float32 is off by this share of its size. An error of a logit is one of its row's loss, twice;
-        # options that multiply logits multiply it.
+        # A product in float32 is off by this share of its size. The error of a logit enters its row's loss twice;
+        # options that multiply logits multiply the error.
         unit = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
         features = input.shape[-1]
         product = unit * (1 + features**0.5) * size.amax(-1).reshape(rows) * abs(options.get("scale") or 1.0)
@@ -79,7 +80,8 @@ class LinearOracle:
             self.loss_error = row_error
 
     def bounds(self, result_dtype: torch.dtype) -> dict[str, Bound]:
-        """The upstream gradient of each output but argmax; 0 for rows that do not count."""
+        """The exact value and the tolerance of each output but argmax. The exact value is 0 for rows that do not
+        count."""
         counts = self.rows.counts
         found = {}
         for name, bound in self.rows.bounds().items():
@@ -96,7 +98,7 @@ class LinearOracle:
         grad_lse: Tensor | None = None,
         grad_entropy: Tensor | None = None,
     ) -> Gradients:
-        """In float64."""
+        """The gradients in float64."""
         counts = self.rows.counts.double()
         grad_lse = None if grad_lse is None else grad_lse.cpu().double() * counts
         grad_entropy = None if grad_entropy is None else grad_entropy.cpu().double() * counts
@@ -109,9 +111,9 @@ class LinearOracle:
         )
 
 
-# The largest error of a gradient from a product, relative to the norm of the whole. The gradient of the logits is
-# rounded to 16 bits once, and so is the result: each by at most half a unit in the last place of a number, so that both
-# together are less than one. In float32 the sums have the error.
+# The largest error of a gradient from a product, relative to the norm of the whole gradient. In 16 bits the gradient of
+# the logits is rounded once, and the result is rounded once. Each rounding is at most half a unit in the last place,
+# and together they are less than one. In float32 the sums make the error.
 def allowed_share(dtype: torch.dtype) -> float:
     if dtype == torch.float64:
         return 1e-12
@@ -121,7 +123,7 @@ def allowed_share(dtype: torch.dtype) -> float:
 
 
 def assert_gradients(actual: Any, exact: Gradients, dtype: torch.dtype, what: str = "") -> None:
-    """The errors of the given results, relative to the norm of the exact ones."""
+    """Checks the errors of the given results, relative to the norm of the exact ones."""
     for name, found, wanted in zip(Gradients._fields, actual, exact, strict=True):
         if found is None:
             continue
@@ -138,8 +140,8 @@ CLASSES, FEATURES = 37, 29
 
 
 def head_of(x: Tensor) -> Tensor:
-    """A head that needs no argument, is made without a copy, and whose products are exact: of 16 bits, a sum that
-    cancels is as uncertain as its terms, and these tests compare element by element. The last classes have logits 0."""
+    """A head that is made without a copy and has exact products. In 16 bits a sum that cancels is as uncertain as its
+    terms, and these tests compare element by element. The last classes have logits 0."""
     return torch.eye(CLASSES, FEATURES, dtype=x.dtype, device=x.device)
 
 
@@ -148,7 +150,7 @@ def inputs(batch: int, device: torch.device | str, dtype: torch.dtype) -> tuple[
 
 
 def large_inputs(device: torch.device | str) -> tuple[Tensor, ...]:
-    rows = 1 << 17  # so that the copies of rows that are not ignored are worth threads, and several chunks are needed
+    rows = 1 << 17  # so many that copying the kept rows is worth threads, and that they need several chunks
     return random_tensor((rows, FEATURES), torch.float32, device), random_targets((rows,), CLASSES, device)
 
 
@@ -196,7 +198,7 @@ def extension_calls(device: torch.device | str) -> list[tuple[Any, tuple[Any, ..
             for grads in (0, gradients & ~OF_WEIGHT):
                 call = (out, one, None, None, *saved, grads)
                 calls.append((ops.linear_cross_entropy_backward_accumulate.default, call))
-        # As torch.compile calls them where the numbers change.
+        # torch.compile calls these overloads if the numbers change.
         number_tensor = torch.tensor(numbers, dtype=torch.float64)
         forward = (number_tensor, *given, normalizer, *options, outputs)
         calls.append((ops.linear_cross_entropy_forward.numbers, forward))

@@ -1,5 +1,5 @@
-"""eaves.linear_cross_entropy under torch.compile, beside what library_test.py asks of every operator: the gradient of
-the head too, on both ways, again and again, and under autocast."""
+"""eaves.linear_cross_entropy under torch.compile, beyond the tests of library_test.py for every operator: the gradient
+of the head with each algorithm, repeated backwards, and autocast."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from linear_cross_entropy_gradient_test import ALGORITHMS, leaves
 from linear_cross_entropy_test import problem
 
 
-# A second backward of a compiled graph is something that torch has to be told of.
+# torch needs this setting to run a second backward of a compiled graph.
 @torch._functorch.config.patch(donated_buffer=False)
 @pytest.mark.parametrize(
     ("algorithm", "reduction"),

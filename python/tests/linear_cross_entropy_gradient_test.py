@@ -1,5 +1,5 @@
-"""eaves.linear_cross_entropy and autograd, on both ways to its gradients: what is computed, kept and written for them.
-The numbers of every option are in linear_cross_entropy_test.py."""
+"""eaves.linear_cross_entropy and autograd: the work, the memory and the writes of each algorithm's gradients.
+linear_cross_entropy_test.py checks the numbers of every option."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def leaves(*tensors: Tensor | None) -> list[Tensor]:
 
 
 def test_finite_differences_agree(device: torch.device) -> None:
-    # Small, because each element costs two calls. Batched too: torch.vmap over the backward.
+    # The tensors are small, because each element costs two calls. A batched backward runs too (torch.vmap).
     x, head, target, bias = problem((3, 2, 4), 5, torch.float64, device)
     given = leaves(x, head, bias)
     weights = (None, torch.tensor([0.5, 1.0, 0.0, 2.0, 1.5], dtype=torch.float64, device=device))
@@ -49,7 +49,8 @@ def test_finite_differences_agree(device: torch.device) -> None:
 
 
 def products_of(calls: list[tuple[str, tuple[Any, ...], list[Tensor]]]) -> tuple[list[int], list[tuple[int, ...]]]:
-    """The bits of the gradients that the extension was asked for, one for each call, and the sizes of what it made."""
+    """For each call of the extension, the bits of the gradients that it was asked for; and the sizes of the tensors
+    that it made."""
     calls = [call for call in calls if "backward" in call[0] or "forward" in call[0]]
     asked = [arguments[-1] & 7 if "backward" in name else 0 for name, arguments, _ in calls]
     return asked, [tuple(result.shape) for *_, results in calls for result in results]
@@ -139,7 +140,7 @@ def test_a_second_backward_gives_the_same_and_leaves_the_first_alone(
 ) -> None:
     x, head, target, bias = problem((9, 24), 33, dtype, device)
     given = leaves(x, head, bias)
-    # The outputs are computed by other kernels than the plain loss.
+    # A call with outputs runs other kernels than the plain loss.
     loss, *_ = eaves.linear_cross_entropy(
         given[0], given[1], target, linear_bias=given[2], algorithm=algorithm, outputs=("entropy", "argmax")
     )
@@ -218,7 +219,7 @@ def test_the_gradient_of_the_weight_is_added_to_the_callers_tensor(algorithm: st
         for out_dtype in {dtype, wide}:
             for reduction in ("mean", "none"):
                 given = leaves(x, head, bias)
-                out = torch.ones(33, 30, dtype=out_dtype, device=device)[:, :24]  # rows that do not touch
+                out = torch.ones(33, 30, dtype=out_dtype, device=device)[:, :24]  # rows with gaps between them
                 version = out._version
                 loss = eaves.linear_cross_entropy(
                     given[0], given[1], target, linear_bias=given[2], reduction=reduction, algorithm=algorithm,
@@ -250,7 +251,7 @@ def test_a_frozen_head_adds_nothing_to_the_callers_tensor(device: torch.device) 
 
 @each("algorithm", ALGORITHMS)
 def test_a_wide_sum_of_the_weights_gradient_is_rounded_once(algorithm: str, device: torch.device) -> None:
-    # In chunks so small that a sum of 16 bits, rounded for each of them, is off by several roundings.
+    # The chunks are so small that a sum in 16 bits, rounded for each chunk, is off by several roundings.
     x, head, target, _ = problem((512, 24), 33, torch.bfloat16, device)
     exact = LinearOracle(x, head, target).gradients().weight
     errors = {}
@@ -264,14 +265,14 @@ def test_a_wide_sum_of_the_weights_gradient_is_rounded_once(algorithm: str, devi
         errors[dtype] = ((grad.cpu().double() - exact).norm() / exact.norm()).item()
     assert errors[torch.float32] < allowed_share(torch.bfloat16) / 2
     assert errors[torch.float32] <= errors[None]
-    # Into a tensor of the caller's in float32 it is not rounded at all.
+    # In the caller's float32 tensor the sum is not rounded at all.
     out = torch.zeros(head.shape, device=device)
     leaf = head.detach().requires_grad_()
     eaves.linear_cross_entropy(x, leaf, target, algorithm=algorithm, grad_weight_out=out).backward()
     assert not torch.equal(out, out.bfloat16().float())
 
 
-# float16 underflows in a gradient itself without a loss scale, and speed knows that only behind the forward.
+# Without a loss scale a float16 gradient itself underflows. "speed" learns of the scale only after the forward.
 SCALED = [(dtype, algorithm, reduction, upstream) for dtype in (torch.bfloat16, torch.float16)
           for algorithm in ("recompute", "keep") for reduction in ("mean", "none")
           for upstream in (3700.0, 65536.0)]  # fmt: skip
@@ -281,7 +282,8 @@ SCALED = [(dtype, algorithm, reduction, upstream) for dtype in (torch.bfloat16, 
 def test_no_divisor_has_larger_errors_than_a_power_of_two(
     dtype: torch.dtype, algorithm: str, reduction: str, upstream: float, device: torch.device
 ) -> None:
-    # Divided by 877, the targets' elements of the gradient of the logits would all be off by 3.2e-3 in bfloat16.
+    # If they were divided by 877, the targets' elements of the gradient of the logits would all be off by 3.2e-3 in
+    # bfloat16.
     rows, luck = 877, 1.05
     x, head, _, _ = problem((rows, 64), 500, dtype, device)
     target = torch.arange(rows, device=device) * 7919 % 500

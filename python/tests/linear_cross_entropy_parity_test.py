@@ -1,9 +1,9 @@
 """Combinations of options beside PyTorch: the error of eaves against float64 is no larger than PyTorch's own.
 
-Both get the same tensors, already rounded to their dtype. PyTorch's side is what a user writes without eaves:
-F.cross_entropy of F.linear, and where it is there F.linear_cross_entropy, whole and in chunks.
+Both get the same tensors, already rounded to their dtype. PyTorch's side is the code that a user writes without eaves:
+F.cross_entropy of F.linear, and, if PyTorch has it, F.linear_cross_entropy, whole and in chunks.
 
-In float32 both are a few roundings away from what is exact, and either may be ahead.
+In float32 both are a few roundings away from the exact result, and either may be closer.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from pairwise import pairwise
 
 ROWS, FEATURES, CLASSES = 96, 72, 1003
 
-# Tolerances of a loss and of a gradient in float32: in the last places it is luck which of two sums is closer.
+# Tolerances of a loss and of a gradient in float32: in the last places luck decides which of two sums is closer.
 LUCK = {torch.float32: 2e-6, torch.bfloat16: 0.0, torch.float16: 0.0}
 
 
@@ -43,7 +43,7 @@ def whole_loss(function: Any, x: Tensor, head: Tensor, target: Tensor, bias: Ten
 
 
 def errors_of(function: Callable[..., Tensor], tensors: list[Tensor], oracle: LinearOracle, **options: Any) -> Any:
-    """The errors of the loss and the three gradients, relative to the norm of the exact ones."""
+    """The errors of the loss and the three gradients, each relative to the norm of the exact result."""
     x, head, target, bias = tensors
     leaves = [tensor.detach().requires_grad_() for tensor in (x, head, bias)]
     loss = function(leaves[0], leaves[1], target, leaves[2], **options)
@@ -78,7 +78,7 @@ def test_the_error_is_no_larger_than_that_of_torch(
         for name, peer in peers(options).items():
             theirs = errors_of(peer, tensors, oracle, **options)
             for what, our, their in zip(("loss", "grad_x", "grad_weight", "grad_bias"), ours, theirs, strict=True):
-                # The gradient of the logits is rounded once and the result once, by half a unit each at worst. (On a
+                # The gradient of the logits is rounded once, and the result once, each by at most half a unit. (On a
                 # CPU the chunks of torch multiply in float32, and round once.)
                 rounded_twice = 0.0 if what == "loss" else 0.5 * allowed_share(dtype)
                 assert our <= max(1.15 * their, LUCK[dtype], rounded_twice), f"{what}: {our}, {name} {their}"

@@ -1,5 +1,5 @@
-"""A head that is cut over ranks: an argument that is wrong on a rank, or differs between ranks, is an error on all of
-them, and calls that a group does not take are refused."""
+"""A head that is cut over ranks. All ranks raise an error if an argument is wrong on one rank or differs between ranks,
+and a group refuses calls that it does not support."""
 
 import datetime
 from collections.abc import Callable
@@ -37,8 +37,8 @@ def wrong_on_a_rank(group: distributed.ProcessGroup, rank: int, changes: dict[st
 
 MASKS = torch.tensor([[1.0, 0, 0, 1], [0, 1, 1, 0]]).repeat(1, 6)
 
-# Arguments of one rank (-1: of all), in a list with those of the others; the type of the error that all ranks raise,
-# and a part of what all say.
+# A rank (-1: all ranks), its changed arguments, the type of the error that all ranks raise, and a part of the message
+# of all.
 WRONG: list[tuple[int, dict[str, Any], str, str]] = [
     (1, {"input": torch.zeros(20, 16).double()}, "ValueError", r"target has shape \[24\], expected \[20\]"),
     (2, {"reduction": "sum"}, "ValueError", "ranks 0 and 2 of the group differ in reduction: mean and sum"),
@@ -61,7 +61,7 @@ WRONG: list[tuple[int, dict[str, Any], str, str]] = [
     (-1, {"classes": 41}, "ValueError", "the ranks' shards have 40 classes, expected 41"),
     (-1, {"first_class": 0}, "ValueError", r"begin with the classes \[0, 0, 0, 0\] and have \[10, 10, 10, 10\]"),
     (-1, {"target": torch.full((24,), 40)}, "ValueError", r"target\[0\] is 40, expected 0 to 39, or ignore_index -100"),
-    # As where the pieces are those of FSDP, and each rank has a batch of its own.
+    # FSDP's pieces of a head give this error: each rank has a batch of its own.
     (2, {"target": torch.arange(24).flip(0)}, "ValueError", "a group shares one head, and each rank has all rows"),
     (1, {"target": torch.ones(24, 10).double()}, "ValueError", "the kind of target: classes and probabilities"),
     (1, {"linear_weight": torch.zeros(10, 8).double()}, "ValueError", r"linear_weight has shape \[10, 8\]"),
@@ -78,11 +78,12 @@ def test_what_is_wrong_on_a_rank_is_an_error_on_all(
         assert found == kind, text
         with pytest.raises(AssertionError, match=message):
             raise AssertionError(text)
-    cpu_ranks.run(call_of)  # and the group works on
+    cpu_ranks.run(call_of)  # the group still works
 
 
 def used_wrongly(group: distributed.ProcessGroup, what: str) -> None:
-    """By a call that no group takes, or of one rank alone: an error before the others gather, for instance."""
+    """A call that no group supports, or a wrong call on one rank only: for instance an error before the other ranks
+    gather."""
     x, _, target, own = problem_of(group)
     is_wrong = group.rank() == 1
     cut = DTensor.from_local(own, DeviceMesh.from_group(group, "cpu"), [Shard(0)])

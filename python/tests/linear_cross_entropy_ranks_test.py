@@ -1,5 +1,5 @@
-"""eaves.linear_cross_entropy of a head that is cut over ranks: against the float64 oracle of the whole, with gloo on
-the CPU. A function that takes a group runs on each rank; the test that has it run stands below it."""
+"""eaves.linear_cross_entropy of a head that is cut over ranks, against the float64 oracle of the whole head, with gloo
+on the CPU. A function that takes a group runs on each rank; the test below the function starts it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ def on_a_rank(
     outputs: tuple[str, ...],
     options: dict[str, Any],
 ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
-    """The outputs, and the gradients of this rank from those of loss, lse and entropy."""
+    """The outputs, and this rank's gradients for upstream gradients of loss, lse and entropy."""
     own, rows = pieces(group.size(), is_even)[group.rank()], slice(None)
     if options.get("sequence_parallel"):
         size = x.shape[0] // group.size()
@@ -91,8 +91,8 @@ def check(
 _OF_ORACLE = ("label_smoothing", "softcap", "scale", "z_loss", "row_weight", "normalizer", "ignore_index")
 
 
-# So that nothing is rounded to 16 bits but the gradient of the logits, and each gradient once, whatever the number of
-# ranks and chunks.
+# With these options only the gradient of the logits is rounded to 16 bits, and each gradient once, whatever the number
+# of ranks and chunks.
 _ROUNDED_ONCE = {"reduce_dtype": torch.float32, "grad_weight_dtype": torch.float32}
 
 
@@ -210,19 +210,19 @@ def resized_late(group: distributed.ProcessGroup, algorithm: str) -> None:
         resized(group, algorithm)
     finally:
         _ranks._expects_last = expects_last
-    # The first rank's part has 10 classes both times, but of another whole.
+    # The first rank's part has 10 classes both times, but the whole head differs.
     assert [columns for _, columns in _ranks._unsteady] == ([10] if group.rank() == 0 else [])
 
 
 @each("algorithm", ALGORITHMS)
 def test_what_was_computed_for_another_place_is_computed_again(algorithm: str, cpu_ranks: Ranks) -> None:
-    # On a GPU a call computes by the place of the last one while the ranks compare their arguments.
+    # On a GPU a call computes with the last call's place while the ranks compare their arguments.
     cpu_ranks.run(resized_late, algorithm, ranks=2)
 
 
 def input_gradients(group: distributed.ProcessGroup, options: dict[str, Any]) -> Tensor:
     x, _, target, own = problem_of(group)
-    x.requires_grad_()  # and the head is frozen
+    x.requires_grad_()  # the head is frozen
     eaves.linear_cross_entropy(x, own, target, **over(group, options)).sum().backward()
     assert x.grad is not None
     return x.grad
@@ -284,7 +284,7 @@ def test_a_call_after_another(function: Callable[..., None], algorithm: str, ran
 def cancelling(
     group: distributed.ProcessGroup, reduce_dtype: torch.dtype | None, is_of_tokens: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A head whose rows have much in common, which the gradient of input is the small rest of."""
+    """The rows of this head have much in common. It cancels in the gradient of input, which is a small remainder."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(8, 64, generator=generator).half().to(here()).requires_grad_()
     head = (torch.randn(512, 64, generator=generator) + 10).half().to(here())
@@ -305,8 +305,8 @@ def cancelling(
 def test_parts_of_float16_are_added_in_float32(ranks: Ranks) -> None:
     for is_of_tokens in (False, True):
         found, exact, alone = ranks.run(cancelling, None, is_of_tokens)[0]
-        assert found.isfinite().all()  # those of float16 are not
-        # As far off as a rank alone is: the gradient of the logits is rounded once, and so is the sum.
+        assert found.isfinite().all()  # sums in float16 are not
+        # The error is as large as a single rank's: the gradient of the logits is rounded once, and so is the sum.
         assert (found.double() - exact).norm() <= 1.15 * (alone.double() - exact).norm()
     parts, _, _ = ranks.run(cancelling, torch.float16)[0]
     assert not parts.isfinite().all()
@@ -383,7 +383,7 @@ def test_on_each_rank(function: Callable[..., object], ranks: Ranks) -> None:
 
 
 def a_dtensor_says_which_group(group: distributed.ProcessGroup) -> None:
-    x, head, target, bias = problem((24, 16), CLASSES - 1, torch.float64, here())  # 39 of 4 ranks: 10, 10, 10, 9
+    x, head, target, bias = problem((24, 16), CLASSES - 1, torch.float64, here())  # 39 classes, 4 ranks: 10, 10, 10, 9
     whole = [each.clone().requires_grad_() for each in (x, head, bias)]
     expected = eaves.linear_cross_entropy(*whole[:2], target, linear_bias=whole[2])
     expected.backward()

@@ -1,4 +1,5 @@
-"""What eaves.linear_cross_entropy refuses, and in which words: operator, argument, what it is, what was expected."""
+"""The refusals of eaves.linear_cross_entropy. A message names the operator, the argument, the value found and the value
+expected."""
 
 import math
 from typing import Any
@@ -53,7 +54,7 @@ CALLS: list[Call] = [
       for name, shape in (("linear_weight", (5, 3)), ("target", (4, 5)), ("linear_bias", (5,)), ("weight", (5,)),
                           ("normalizer", ()), ("grad_weight_out", (5, 3)))),
     ({"input": X.to("meta")}, ValueError, r" is on .*, expected meta \(as input\)"),
-    # dtypes, and what is no tensor
+    # dtypes, and arguments that are no tensors
     ({"input": X.bfloat16()}, ValueError,
      r"linear_weight has dtype float32, expected that of input, bfloat16; .*torch\.autocast"),
     ({"linear_bias": torch.zeros(5).bfloat16()}, ValueError, "linear_bias has dtype bfloat16, expected"),
@@ -100,7 +101,7 @@ CALLS: list[Call] = [
        rf"there is no derivative with respect to {name}, which requires one; pass {name}\.detach\(\)")
       for name, tensor in (("weight", torch.ones(5)), ("target", torch.full((4, 5), 0.2)),
                            ("normalizer", torch.ones(())), ("grad_weight_out", OUT))),
-    # the tensor that a gradient is added to
+    # the tensor to which a gradient is added
     *(({**HALF, "grad_weight_out": wrong}, kind, sentence) for wrong, kind, sentence in (
         (3, TypeError, "grad_weight_out is a int"),
         (OUT.half(), ValueError, "grad_weight_out has dtype float16, expected bfloat16 or float32"),
@@ -116,7 +117,7 @@ def test_what_is_refused(call: Call, device: torch.device) -> None:
 
 
 def test_a_tensor_for_a_gradient_that_is_negated_lazily_is_refused(device: torch.device) -> None:
-    out = torch._neg_view(OUT.to(device))  # a copy to another device would be negated there and then
+    out = torch._neg_view(OUT.to(device))  # a copy to another device would be negated at once
     call = ({**HALF, "grad_weight_out": out}, ValueError, "grad_weight_out is negated lazily")
     assert_each_refused(eaves.linear_cross_entropy, OP, RIGHT, call, device)
 
@@ -183,7 +184,7 @@ def test_a_callers_tensor_in_memory_that_the_call_reads(algorithm: str, device: 
     leaf = head.requires_grad_()
     given = {"target": target, "grad_weight_out": leaf.detach(), "algorithm": algorithm}
     assert_refused(ValueError, sentence("linear_weight"), x, leaf, **given)
-    with torch.autocast(device.type, torch.bfloat16):  # which multiplies a copy
+    with torch.autocast(device.type, torch.bfloat16):  # autocast multiplies a copy
         assert_refused(ValueError, sentence("linear_weight"), x, leaf, **given)
 
 
@@ -244,7 +245,7 @@ def test_derivatives_that_there_are_not(device: torch.device) -> None:
 
 
 def test_a_result_that_no_memory_holds(device: torch.device) -> None:
-    rows = 2**50  # whose losses no memory holds
+    rows = 2**50  # no memory holds their losses
     x, head, target = tensors(device)
     given = x[:1].expand(rows, 3), head, target[:1].expand(rows)
     assert_refused(torch.OutOfMemoryError, rf"no memory on .*\[{rows}\]", *given, reduction="none")

@@ -1,9 +1,9 @@
-"""eaves.linear_cross_entropy: what a call passes on to the core and gets back, with every option, dtype and layout, and
-the surface of a call against torch.nn.functional.linear_cross_entropy.
+"""eaves.linear_cross_entropy: the arguments and results of a call of the core, with every option, dtype and layout; and
+its signature beside torch.nn.functional.linear_cross_entropy.
 
-The tests of the core say how exact it is. What autograd does with a call is in linear_cross_entropy_gradient_test.py,
-arguments that are refused in linear_cross_entropy_refusals_test.py, errors beside torch's in
-linear_cross_entropy_parity_test.py, and what every operator has to do in library_test.py.
+The core's own tests check its accuracy. Other files check autograd (linear_cross_entropy_gradient_test.py), refused
+arguments (linear_cross_entropy_refusals_test.py), errors beside torch's (linear_cross_entropy_parity_test.py), and the
+rules for every operator (library_test.py).
 """
 
 import inspect
@@ -47,10 +47,10 @@ def soft_targets(shape: tuple[int, ...], classes: int, device: torch.device | st
 # ------------------------------------------------------------------------------------------------------- the whole call
 
 
-# shape of the input, classes. Of one class the bias' gradient is one sum over rows, which must not nearly cancel: with
-# two rows it does, and one rounding of a row exceeds the share.
+# shape of the input, classes. With one class the gradient of the bias is one sum over rows, which must not nearly
+# cancel: with two rows it does, and one rounding of a row exceeds the share.
 SHAPES = [((7,), 5), ((1, 1), 1), ((4, 8), 1), ((0, 8), 5), ((13, 17), 19), ((2, 3, 4, 24), 33), ((64, 100), 131)]
-TARGETS = (torch.int64, torch.int32, None, torch.float32)  # of classes, of probabilities; None: that of the input
+TARGETS = (torch.int64, torch.int32, None, torch.float32)  # two of classes, two of probabilities; None: as the input
 BESIDE = (None, "of the input's dtype", torch.float32)
 LIMITS = (None, 1, 100_000)
 CALLS = pairwise(FLOATING_POINT, SHAPES, TARGETS, REDUCTIONS, [{}, *OPTIONS], BESIDE, BESIDE, (False, True),
@@ -64,7 +64,7 @@ def test_every_argument_arrives_whatever_its_dtype_and_layout(call: tuple[Any, .
     x, head, target, bias = problem(shape, classes, dtype, device)
     named: dict[str, Any] = {"reduction": reduction, **options}
     is_narrow = dtype in (torch.float16, torch.bfloat16)
-    if not is_narrow:  # each chunk rounds its part of a head's gradient of 16 bits
+    if not is_narrow:  # each chunk rounds its part of a head's gradient in 16 bits
         named["workspace_bytes"] = limit
     if kind in (torch.int64, torch.int32):
         target = target.to(kind)
@@ -83,7 +83,7 @@ def test_every_argument_arrives_whatever_its_dtype_and_layout(call: tuple[Any, .
         weight = torch.linspace(0.25, 2, classes, device=device).to(dtype if type(of_weight) is str else of_weight)
     if of_bias is torch.float32 and is_narrow:
         bias = bias.float() * 1.001
-    # Where all classes are one, the gradient of the input is 0, and no share of it is allowed.
+    # If there is only one class, the gradient of the input is 0, and no share of it is allowed.
     check(
         layout(x), head if layout is expanded_along_the_first_axis else layout(head), layout(target),
         None if of_bias is None else layout(bias), None if weight is None else layout(weight), layout, skip_ignored,
@@ -101,8 +101,8 @@ def check(
     skip_ignored: bool = False,
     **options: Any,
 ) -> None:
-    """One call without a gradient asked for, and one on each way to it; the gradients of the loss, and of loss, lse and
-    entropy together."""
+    """Checks a call without a gradient, and a call with each algorithm: the gradients of the loss alone, and of loss,
+    lse and entropy together."""
     oracle = LinearOracle(x, head, target, bias, weight, **options)
     result_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     bounds = oracle.bounds(result_dtype)
@@ -127,12 +127,12 @@ def check(
         assert_within(loss, bounds["loss"], what)
         is_first = out.argmax.cpu() == torch.where(oracle.rows.counts, oracle.rows.argmax, 0)
         largest = oracle.rows.logits.gather(-1, out.argmax.cpu().unsqueeze(-1)).squeeze(-1)
-        is_near = (oracle.rows.largest - largest).abs() <= 2 * oracle.row_error  # two that round to one
+        is_near = (oracle.rows.largest - largest).abs() <= 2 * oracle.row_error  # two logits that round to one number
         assert (is_first | is_near).all(), what
         if algorithm is None:
             continue
         upstreams = [upstream(each, layout) for each in (loss, out.lse, out.entropy)]
-        upstreams[2] = upstreams[2].flip(0) if upstreams[2].dim() else -upstreams[2]  # another one than that of lse
+        upstreams[2] = upstreams[2].flip(0) if upstreams[2].dim() else -upstreams[2]  # not the upstream gradient of lse
         grads = torch.autograd.grad(loss, given, upstreams[0])
         assert [g.dtype for g in grads] == [t.dtype for t in given], what
         assert_gradients([*grads, None][:3], oracle.gradients(upstreams[0]), x.dtype, what)
@@ -144,7 +144,7 @@ def check(
 def test_the_operator_is_told_whether_to_leave_out_ignored_rows(skip_ignored: bool) -> None:
     with watched() as calls:
         eaves.linear_cross_entropy(*problem((9, 24), 33, torch.float32, "cpu")[:3], skip_ignored=skip_ignored)
-    assert calls[0][1][-3] is skip_ignored  # before the limit and the outputs
+    assert calls[0][1][-3] is skip_ignored  # skip_ignored comes before the limit and the outputs
 
 
 @pytest.mark.parametrize("algorithm", ["speed", "recompute"])
@@ -162,7 +162,7 @@ def test_each_replay_of_a_cuda_graph_reads_which_rows_are_ignored_then(algorithm
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # torch asks for a call outside of the graph first
+    with torch.cuda.stream(stream):  # torch needs a call outside of the graph first
         run(skip=True)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -189,7 +189,7 @@ def test_it_takes_the_calls_of_torch() -> None:
     ours, torchs = (inspect.signature(f).parameters for f in (eaves.linear_cross_entropy, torch_function()))
     for name, parameter in torchs.items():
         assert ours[name].kind == parameter.kind, name
-        if name != "ignore_index":  # torch's None is -100
+        if name != "ignore_index":  # torch's None means -100
             assert ours[name].default == parameter.default, name
     x, head, target, bias = problem((9, 24), 33, torch.float32, "cpu")
     weight = torch.rand(33)
@@ -291,7 +291,7 @@ def test_autocast_casts_the_factors_of_the_product(algorithm: str, device: torch
             assert torch.equal(again, first)
         assert [g.dtype for g in grads] == list(dtypes)
         assert torch.equal(grads[0], wanted[0].to(dtypes[0])) and torch.equal(grads[2], wanted[1])
-        # Summed in float32, and of a head in float32 never rounded to 16 bits.
+        # The sums are in float32, and the gradient of a float32 head is never rounded to 16 bits.
         if dtypes[1] == torch.float32:
             assert torch.equal(grads[1], sums) and not torch.equal(grads[1], sums.bfloat16().float())
         exact = LinearOracle(*(t.detach() for t in cast[:2]), target, cast[2].detach())
@@ -305,7 +305,7 @@ def test_autocast_casts_the_factors_of_the_product(algorithm: str, device: torch
 def test_under_autocast_the_gradient_of_a_float32_head_is_as_exact_as_that_of_torch(
     algorithm: str, device: torch.device
 ) -> None:
-    # 16 chunks of rows and more: each would round its part of the gradient.
+    # There are 16 chunks of rows or more, and each would round its part of the gradient.
     x, head, target, _ = problem((2048, 64), 1000, torch.float32, device)
     options = {"algorithm": algorithm, "workspace_bytes": 512 << 10}
 
@@ -323,7 +323,7 @@ def test_under_autocast_the_gradient_of_a_float32_head_is_as_exact_as_that_of_to
     of_torch = error_of(lambda x, head: torch_cross_entropy(torch.nn.functional.linear(x, head), target))
     default = error_of(lambda x, head: eaves.linear_cross_entropy(x, head, target, **options))
     assert default <= of_torch
-    # Asked for, the sums are in 16 bits still.
+    # A caller can still ask for sums in 16 bits.
     narrow = error_of(
         lambda x, head: eaves.linear_cross_entropy(x, head, target, grad_weight_dtype=torch.bfloat16, **options)
     )
@@ -356,7 +356,7 @@ def test_arguments_are_those_of_the_extension() -> None:
 
 
 def strides_of(shape: tuple[int, int]) -> list[tuple[int, int]]:
-    """With lines that touch, that do not, that lie over the next, and that are one."""
+    """Strides of lines that touch, that have gaps, that overlap, and that are one line."""
     rows, columns = shape
     some = {0, 1, 2, rows - 1, rows, rows + 1, columns - 1, columns, columns + 1}
     return [(a, b) for a in sorted(some) for b in sorted(some)]

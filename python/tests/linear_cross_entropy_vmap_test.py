@@ -1,5 +1,5 @@
-"""The batching rules of eaves.linear_cross_entropy: every option under torch.vmap, with and without a gradient, is the
-loop. What torch.vmap and torch.func have to do around any operator is in transforms_test.py.
+"""The batching rules of eaves.linear_cross_entropy: every option under torch.vmap, with and without a gradient, gives
+the results of a loop. transforms_test.py checks torch.vmap and torch.func around every operator.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
-"""eaves.log_prob and eaves.linear_log_prob of classes that are cut over ranks, of one token a row and of several:
-against the same calls of the whole, with gloo on the CPU."""
+"""eaves.log_prob and eaves.linear_log_prob with classes that are cut over ranks, for one token a row and for several,
+against the same calls without ranks, with gloo on the CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,10 +22,10 @@ from ranks import Ranks, here
 def log_probs(
     group: distributed.ProcessGroup | None, dtype: torch.dtype, named: dict[str, Any], classes: int, is_parallel: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs and gradients for K tokens of each row, or for one: of a head, and of its logits."""
+    """Outputs and gradients of a head and of its logits, for K tokens of each row or for one."""
     hidden, head, _, bias = problem((24, 16), CLASSES, dtype, here())
     tokens = torch.randint(0, classes, (24, 5), generator=torch.Generator().manual_seed(3))
-    tokens[:, 3], tokens[2], tokens[5, 1:] = tokens[:, 0], -100, -100  # one twice, a row of none, a row of one
+    tokens[:, 3], tokens[2], tokens[5, 1:] = tokens[:, 0], -100, -100  # one token twice, a row without, a row with one
     named = dict(named)
     tokens = tokens[:, 0] if named.pop("is_one_token", False) else tokens
     tokens, own, rows = tokens.to(here()), slice(None), slice(None)
@@ -77,7 +77,7 @@ def test_log_probabilities_of_tokens(ranks: Ranks) -> None:
 
 
 def the_likeliest_class_is_found_before_a_soft_cap_rounds(group: distributed.ProcessGroup) -> None:
-    """Logits that a soft cap makes equal. The largest is that of the last rank but one."""
+    """A soft cap makes these logits equal. The last rank but one has the largest."""
     logits = torch.full((1, CLASSES), 100.0)
     logits[0, pieces(group.size())[-2].start] = 200.0
     own = logits[:, pieces(group.size())[group.rank()]].contiguous()

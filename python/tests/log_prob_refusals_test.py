@@ -99,7 +99,7 @@ def test_on_the_cpu_values_that_are_none_are_refused(value: float) -> None:
         tokens[1, 0, 3] = 5 if value else -1
         sentence = rf"tokens\[1, 0, 3\] is {tokens[1, 0, 3]}, expected 0 to 4, or ignore_index -100"
         assert_refused_by(function, function.__name__, ValueError, sentence, *tensors, tokens)
-        # By its own index, of axes that the rows have more of.
+        # The message has the temperature's own index, although the rows have more axes.
         for shape, place in (((2, 1), r"\[1, 0\]"), ((2,), r"\[1\]"), ((), "")):
             wrong = temperature[:, 2].contiguous().view(2, 1)[-math.prod(shape) :].view(shape)
             with pytest.raises(ValueError, match=rf"temperature{place} is {value}, expected"):

@@ -1,5 +1,5 @@
 """eaves.log_prob and eaves.linear_log_prob against the formula in float64, at the vocabularies and temperatures of
-post-training; the kernels behind them are tested as those of the losses."""
+post-training. The tests of the losses check the kernels."""
 
 import math
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def rows_and_head(
 def by_the_formula(
     logits: Tensor, tokens: Tensor, temperature: float = 1.0, softcap: float | None = None, scale: float = 1.0
 ) -> Tensor:
-    """In float64, of rows that count."""
+    """The log-probabilities in float64, for rows that count."""
     z = logits.double() * scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -51,7 +51,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def of_the_losses(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of an oracle of the losses: the temperature divides behind the cap."""
+    """The same options for an oracle of the losses: the temperature divides after the cap."""
     temperature = options.get("temperature", 1.0)
     cap = options.get("softcap")
     return {
@@ -98,7 +98,7 @@ def test_of_logits_they_match_the_oracle(options: dict[str, Any], device: torch.
         assert_within(-out.log_prob, oracle.loss, f"{dtype} {options}")
         is_top1 = (oracle.argmax == tokens.cpu()) & (tokens.cpu() != IGNORED)
         assert torch.equal(out.is_top1.cpu(), is_top1)
-        # Powers of two, because in place 16 bits are rounded once more otherwise.
+        # The upstream gradients are powers of two, because in place 16 bits would be rounded once more otherwise.
         upstream = torch.tensor([-1, 0.5, 2, 1, -0.25, -4], dtype=out.log_prob.dtype, device=device)
         (grad,) = torch.autograd.grad(out.log_prob, leaf, upstream)
         assert_within(grad, oracle.gradient(dtype, -upstream), f"{dtype} {options} in place {is_in_place}")
@@ -130,7 +130,7 @@ def test_a_linear_module_is_a_head_with_its_bias(device: torch.device) -> None:
             assert torch.equal(found, expected)
             grads = (torch.autograd.grad(out.sum(), list(linear.parameters())) for out in (found, expected))
             assert all(map(torch.equal, *grads))
-    bias = torch.linspace(-1, 1, 33, device=device)  # of its own, beside a module without one
+    bias = torch.linspace(-1, 1, 33, device=device)  # a bias beside a module without one
     linear = torch.nn.Linear(24, 33, False, device)
     expected = eaves.linear_log_prob(hidden, linear.weight, tokens, bias=bias)
     assert torch.equal(eaves.linear_log_prob(hidden, linear, tokens, bias=bias), expected)
@@ -163,7 +163,7 @@ def test_a_token_that_is_ignored_by_its_class_is_no_top_token(device: torch.devi
 
 
 def calls_of(function: Callable[[], object]) -> list[str]:
-    """The operators of the extension that it calls, by name."""
+    """The names of the extension's operators that `function` calls."""
     with torch.profiler.profile() as profile:
         function()
     names = sorted((event.time_range.start, event.name) for event in profile.events() or ())
@@ -192,7 +192,7 @@ def test_a_frozen_head_takes_two_products(device: torch.device) -> None:
         (grad,) = torch.autograd.grad(eaves.linear_log_prob(hidden, head, tokens, **options), hidden, upstream)
         return grad
 
-    # The rows' own upstream gradients multiply the gradients that the forward has computed.
+    # The upstream gradient of each row multiplies the gradients that the forward has computed.
     computed = [name for name in calls_of(gradient) if name != "algorithm"]
     assert computed == ["forward_backward", "eaves::cross_entropy_rescale"]
     assert calls_of(lambda: gradient(algorithm="recompute")) == ["forward", "backward"]
@@ -209,7 +209,7 @@ def test_a_frozen_head_gives_every_backward_the_same(device: torch.device) -> No
         torch.autograd.grad(out.log_prob, hidden, upstream, retain_graph=True)[0].clone() for _ in range(2)
     )
     assert torch.equal(first, second)
-    # The entropy turns out to have a gradient: all of it from logits that are computed again.
+    # If the entropy has a gradient too, the backward computes the logits again for all gradients.
     oracle = LinearOracle(hidden, head, tokens, reduction="none")
     (grad,) = torch.autograd.grad((out.log_prob, out.entropy), hidden, (upstream, upstream))
     assert_gradients((grad, None, None), oracle.gradients(-upstream, None, upstream), torch.float32)
@@ -303,7 +303,7 @@ def test_every_option_arrives_at_the_loss(monkeypatch: pytest.MonkeyPatch) -> No
         lambda: eaves.linear_log_prob(hidden, head.requires_grad_(), tokens, grad_weight_out=out),
     )  # fmt: skip
     assert call["grad_weight_out"] is out
-    # Logits whose shape does not say which axis is that of the classes.
+    # The shape of these logits does not say which axis has the classes.
     logits = (hidden @ head.detach().T).requires_grad_() * 1
     given = given_to(
         monkeypatch, "loss_of_logits",
@@ -321,8 +321,8 @@ def test_an_ignored_row_has_no_negative_zero_and_no_log_probability_is_above_0(d
 # ----------------------------------------------------------------------------------------------------- batch invariance
 
 
-# Rows, tokens, features and a limit of the workspace: more classes than a block, more rows than a chunk, and on a CPU a
-# row that several threads would share.
+# Rows, classes, features and a limit of the workspace. There are more classes than a block has, more rows than a chunk
+# has, and on a CPU a row that several threads would share.
 SIZES_OF_ROWS = {
     "cpu": ((300, 1031, 64, 1 << 18), (200, 131072, 8, 1 << 24)),
     "cuda": ((3000, 50257, 512, 64 << 20), (9000, 257, 64, 36 << 20)),
@@ -339,7 +339,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
     hidden, head, tokens = rows_and_head((rows,), vocabulary, dtype, device, features)
     tokens[::7] = IGNORED
     upstream = torch.full((rows,), 1.3, device=device)
-    upstream[100:133] = 0.7  # one number in a cut, and two in all rows
+    upstream[100:133] = 0.7  # the cut has one upstream gradient, all rows have two
 
     def results(begin: int, end: int, options: dict[str, Any]) -> list[Tensor]:
         x = hidden[begin:end].clone().requires_grad_()
@@ -348,7 +348,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
         grads = torch.autograd.grad((upstream[begin:end] * out.log_prob).sum() + entropy, x)
         return [*(each.detach() for each in out), *grads]
 
-    # Without the largest logit, on Hopper, logits end in their product.
+    # On Hopper, if the largest logit is not asked for, the product itself consumes the logits.
     with_top1 = ("entropy", "is_top1")
     for algorithm, outputs, fused in (
         ("recompute", "entropy", "1"), ("recompute", with_top1, "0"), ("speed", "entropy", "1"),
@@ -358,7 +358,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
         for options in ({}, {"workspace_bytes": limit}):
             named = {"algorithm": algorithm, "outputs": outputs, **options}
             whole = results(0, rows, named)
-            # Cuts that are multiples of nothing, and rows of which none is ignored (1 to 7).
+            # The cuts are multiples of no block, and in one of them (1 to 7) no row is ignored.
             for begin, end in ((0, 1), (1, 7), (100, 133), (36, 100), (7, 140), (100, rows)):
                 for part, all_rows in zip(results(begin, end, named), whole, strict=True):
                     assert torch.equal(part, all_rows[begin:end]), f"rows {begin} to {end} {named}"

@@ -1,6 +1,6 @@
-"""eaves.log_prob and eaves.linear_log_prob of several tokens for each row, and with a temperature for each, against the
-formula in float64 and autograd's gradients of it. All that heads in chunks of rows have in common is in
-chunked_heads_test.py."""
+"""eaves.log_prob and eaves.linear_log_prob for several tokens in each row, and with a temperature for each row, against
+the formula in float64 and autograd's gradients of it. chunked_heads_test.py has the tests that all heads in chunks of
+rows share."""
 
 import math
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def outputs_of(out: Any, oracle: TokensOracle, what: str) -> None:
 @each("places", PLACES)
 def test_of_a_head_everything_matches_the_formula(places: int | None, device: torch.device) -> None:
     rows, classes = (3, 5), 129
-    divisors = ("rows",) if places is None else (None, 0.7, "rows")  # a number and one token go another way
+    divisors = ("rows",) if places is None else (None, 0.7, "rows")  # a number and one token take other code
     for dtype, temperature, softcap, scale, bias, workspace_bytes in pairwise(
         FLOATING_POINT, divisors, (None, 4.0), (None, 1.5), ("none", "float32", "as the head"),
         (None, 1, 8000),  # one chunk, of single rows, of a few
@@ -65,7 +65,7 @@ def test_of_a_head_everything_matches_the_formula(places: int | None, device: to
         oracle = TokensOracle(hidden, head, tokens, **options)
         given = [hidden.requires_grad_(), head.requires_grad_()]
         wanted = [*given, options["bias"]] if bias != "none" else given
-        # "auto" has this way for calls that are not of one token and a number alone.
+        # "auto" takes this implementation unless a call has one token for each row and one temperature.
         out = eaves.linear_log_prob(
             *given, tokens, workspace_bytes=workspace_bytes, grad_weight_dtype=oracle.dtype, **EVERYTHING, **options
         )
@@ -101,7 +101,7 @@ def test_of_logits_everything_matches_the_formula(places: int | None, device: to
         outputs_of(out, oracle, what)
         assert out.entropy.requires_grad != is_in_place, what
         upstream = uneven(out.log_prob)
-        if is_in_place:  # powers of two, because bfloat16 is rounded once more there
+        if is_in_place:  # powers of two, because bfloat16 would be rounded once more
             upstream = torch.where(upstream < 0, -0.5, 2.0).to(upstream.dtype)
         of_entropy = uneven(out.entropy) if has_entropy and not is_in_place else None
         total = (out.log_prob * upstream).sum()
@@ -111,7 +111,7 @@ def test_of_logits_everything_matches_the_formula(places: int | None, device: to
         exact = oracle.gradients(upstream, of_entropy).input
         assert grad.dtype == dtype and grad.shape == logits.shape
         # The share of p is as exact as lse, which is kept in float32: an absolute error of lse is a relative one of p.
-        # What the terms of an element would be if they did not cancel is at most the row's upstream gradients.
+        # Without cancellation the terms of an element are at most the row's upstream gradients.
         size = upstream.abs() if places is None else upstream.abs().sum(-1)
         size = size.cpu().double() if of_entropy is None else (size + 8 * of_entropy.abs()).cpu().double()
         size = (size * (scale or 1.0) * 2).unsqueeze(-1).expand_as(exact)
@@ -176,8 +176,8 @@ def test_temperatures_may_lack_axes_of_the_rows_and_have_any_dtype(
 
 @each("has_temperatures", (False, True))
 def test_confident_rows_are_exact(has_temperatures: bool, device: torch.device) -> None:
-    # The first place is the unlikely token: from it nothing would be left of the likely one's log-probability. On a GPU
-    # the sum of a row, next to 1, has float32 alone.
+    # The first place is the unlikely token. If the likely token's log-probability came from its loss, no digit would be
+    # right. On a GPU the sum of a row, which is close to 1, is only a float32.
     least = 2**-24 if device.type == "cuda" else 1e-12
     differences = torch.tensor([5.0, 17.0, 30.0, 60.0], device=device)
     logits = torch.stack([torch.zeros(4, device=device), differences], 1).requires_grad_()
@@ -187,7 +187,7 @@ def test_confident_rows_are_exact(has_temperatures: bool, device: torch.device) 
     likely = -torch.log1p((-differences.double()).exp())
     exact = torch.stack([likely - differences, likely, likely], 1)
     torch.testing.assert_close(found.double(), exact, rtol=3e-7, atol=least)
-    # d log p_1 = (-p_0, p_0), and of the token twice that.
+    # d log p_1 = (-p_0, p_0), and the token is there twice.
     (grad,) = torch.autograd.grad(found, logits, torch.tensor([0.0, 1.0, 1.0], device=device).expand(4, 3))
     p_0 = -torch.expm1(likely)
     torch.testing.assert_close(grad[:, 1].double(), 2 * p_0, rtol=1e-6, atol=2 * least)
@@ -199,7 +199,7 @@ def test_confident_rows_are_exact(has_temperatures: bool, device: torch.device) 
 def test_logits_that_are_all_large_are_as_exact_as_others(
     has_temperatures: bool, level: float, device: torch.device
 ) -> None:
-    logits = torch.linspace(-4, 4, 1000, device=device).repeat(3, 1) + level  # rounded, which the formula gets too
+    logits = torch.linspace(-4, 4, 1000, device=device).repeat(3, 1) + level  # the formula gets rounded logits too
     tokens = torch.tensor([[0, 999], [500, 0], [999, 999]], device=device)
     temperature = torch.ones(3, device=device) if has_temperatures else None
     found = eaves.log_prob(logits, tokens, temperature=temperature)
@@ -220,7 +220,7 @@ def test_a_masked_class_has_log_probability_minus_infinity(device: torch.device)
 @each("has_temperatures", (False, True))
 def test_places_that_are_ignored_count_for_nothing(has_temperatures: bool, device: torch.device) -> None:
     hidden, head, _ = rows_and_head((4,), 33, torch.float32, device)
-    hidden[2] = math.nan  # a row of nothing but ignore_index, whatever it holds
+    hidden[2] = math.nan  # a row with only ignore_index may hold anything
     head.requires_grad_()
     tokens = torch.tensor([[5, IGNORED], [IGNORED, 7], [IGNORED, IGNORED], [1, 2]], device=device)
     temperature = temperatures((4,), device) if has_temperatures else None
@@ -287,7 +287,7 @@ def test_any_strides(has_temperatures: bool, layout: Callable[[Tensor], Tensor],
 @each("has_temperatures", (False, True))
 def test_in_place_the_gradient_lies_where_the_logits_were(has_temperatures: bool, device: torch.device) -> None:
     leaf = torch.randn(3, 6, 33, device=device, requires_grad=True)
-    logits = (leaf * 1)[:, 1:]  # no two axes in one
+    logits = (leaf * 1)[:, 1:]  # no two axes can become one
     tokens = chosen_tokens((3, 5), 4, 33, device)
     temperature = temperatures((3, 5), device) if has_temperatures else None
     exact = TokensOracle(logits, None, tokens, temperature=temperature)
@@ -342,7 +342,7 @@ def test_parts_of_the_gradient_of_the_head_are_added_up_as_documented(device: to
         assert grad.dtype == torch.bfloat16
         return float((grad.cpu().double() - exact.weight).norm() / exact.weight.norm())
 
-    # 512 chunks, each rounded in 16 bits, have several times the error of one rounding.
+    # 512 chunks, each rounded to 16 bits, have several times the error of one rounding.
     assert 4 * error(torch.float32) < error(None) == error(torch.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""The package as a whole: its documentation's examples, its types, what importing it and calling it costs."""
+"""The package as a whole: the examples of its documentation, its types, and the time of an import and of a call."""
 
 import doctest
 import importlib
@@ -23,8 +23,8 @@ from operators import Operator, each_operator, leaves
 
 
 def modules() -> list[str]:
-    """Every module of the package, but for the programs behind `python -m` and the libraries, which are no modules,
-    those that extend a library that is not here, and those whose import installs eaves in one."""
+    """Every module of the package, without four kinds: programs behind `python -m`, shared libraries, modules that
+    extend a library that is not installed, and modules whose import installs eaves in a library."""
     found = pkgutil.walk_packages(eaves.__path__, "eaves.")
     others = ("__main__", "libeaves", "eaves_torch", "eaves_jax", "auto.verl")
     others += tuple(n for n, each in INTEGRATIONS.items() if not isinstance(each, Replacement) and not each.is_known())
@@ -57,12 +57,13 @@ def test_the_wheel_brings_onednn() -> None:
 
 
 def test_public_names_are_those_that_are_listed() -> None:
-    # Besides modules, which Python adds as they are imported.
+    # The names leave out modules, because Python adds a module when it is imported.
     names = {name for name, value in vars(eaves).items() if not name.startswith("_") and type(value) is not type(eaves)}
     assert names == set(eaves.__all__) - {"__version__"}
 
 
-# What a process of its own prints: seconds and names of modules that importing eaves brings beyond torch.
+# A process of its own prints the seconds of importing eaves, and the names of the modules that eaves brings beyond
+# torch.
 IMPORT = """
 import sys, time, torch
 before = set(sys.modules)
@@ -86,7 +87,7 @@ def test_importing_takes_less_than_300_ms_beyond_torch_and_brings_only_what_call
     assert second == "patch"  # eaves.hf needs no import of its own
 
 
-# What a process of its own prints: the libraries whose modules are no attributes of eaves.
+# A process of its own prints the libraries whose modules are no attributes of eaves.
 ATTRIBUTES = """
 import eaves
 from eaves._replacement import INTEGRATIONS
@@ -102,7 +103,7 @@ for name in INTEGRATIONS:
 
 def test_the_module_of_every_library_but_fla_is_an_attribute() -> None:
     result = subprocess.run([sys.executable, "-c", ATTRIBUTES], capture_output=True, check=True, text=True)
-    assert result.stdout.split() == ["fla"]  # whose import installs eaves
+    assert result.stdout.split() == ["fla"]  # importing eaves.fla installs eaves
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
@@ -113,10 +114,10 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 def test_mypy_finds_nothing_in_the_package_and_its_benchmark(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed")
     assert request.config.cache is not None
-    # torch's types take half a minute to read, so that pytest's cache keeps them.
+    # mypy takes half a minute to read torch's types, so pytest's cache keeps them.
     cache = request.config.cache.mkdir("mypy")
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(cache), "--package", "eaves"]
-    # From an empty folder: the installed package is meant, with the types that it declares to others.
+    # mypy runs in an empty folder, so that it checks the installed package with the types that it declares to others.
     environment = os.environ | {"MYPYPATH": str(Path(__file__).parents[2] / "benchmarks")}
     command += ["--package", "bench"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
@@ -124,7 +125,8 @@ def test_mypy_finds_nothing_in_the_package_and_its_benchmark(request: pytest.Fix
 
 
 def best_us(functions: list[Callable[[], object]]) -> list[float]:
-    """Microseconds that a call of each takes: the least over batches that take turns, so that noise hits all alike."""
+    """The microseconds of a call of each function: the least over batches. The functions take turns, so that noise hits
+    all alike."""
     calls, batches = 20, 200
     best = [float("inf")] * len(functions)
     for _ in range(batches):
@@ -159,9 +161,9 @@ def _cross_entropy(logits: Tensor, target: Tensor, **options: str) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, target, **options)
 
 
-# Calls of x, [2, 4], a head, [3, 4], logits, [2, 3], and a target, with their backward; how many times as long as
-# PyTorch's own call each may take. Measured on one thread of an AMD EPYC with PyTorch 2.13: 1.55, 1.95, 2.1, 2.15 and
-# 2.4; with the checks 2.05, 2.5, 2.8, 2.15 and 2.85. Other processors are given 10 to 15 %.
+# Calls of x, [2, 4], a head, [3, 4], logits, [2, 3], and a target, with their backward; each may take this many times
+# as long as PyTorch's own call. Measured on one thread of an AMD EPYC with PyTorch 2.13: 1.55, 1.95, 2.1, 2.15 and 2.4;
+# with the checks 2.05, 2.5, 2.8, 2.15 and 2.85. Other processors are given 10 to 15 %.
 WITH_BACKWARD: dict[str, tuple[float, Callable[..., Tensor], Callable[..., Tensor]]] = {
     "linear_cross_entropy": (
         1.75,
@@ -204,7 +206,7 @@ def test_a_plain_call_and_its_backward_cost_the_host_a_bounded_multiple_of_torch
         def run() -> None:
             function(*tensors, target).backward()
             for tensor in tensors:
-                tensor.grad = None  # the first gradient of a leaf is taken over, a later one is added
+                tensor.grad = None  # autograd takes over the first gradient of a leaf, and adds a later one
 
         return run
 

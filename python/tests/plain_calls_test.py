@@ -1,7 +1,7 @@
-"""Calls without options skip the checks of Python (python/eaves/_torch/operator.py). They give the numbers of checked
-calls, refuse the same arguments in the same words, and leave as much behind.
+"""Calls without options skip the checks of Python (python/eaves/_torch/operator.py). Plain calls return the numbers of
+checked calls, refuse the same arguments in the same words, and leave as much behind.
 
-A call is checked where a dispatch mode is active, so each case runs with one and without.
+A dispatch mode makes a call a checked one, so each case runs with a mode and without.
 """
 
 from collections.abc import Callable
@@ -54,21 +54,21 @@ def test_a_plain_call_gives_the_numbers_of_a_checked_one(
         tensors = tensors_of(dtype, wanted, any_device)
         with Through() if is_checked else nullcontext():
             out = CALLS[name](*tensors, TARGET.to(any_device))
-        if out.requires_grad:  # a factor of 1 is multiplied by nowhere
+        if out.requires_grad:  # no backward multiplies by a factor of 1
             out.backward(torch.full_like(out, factor))
         return [out.detach(), *(each.grad for each in tensors)]
 
-    # What a head computes depends on which of its gradients are wanted.
+    # The wanted gradients decide which kernels a head runs.
     for wanted in product((True, False), repeat=3):
         for factor in (1.0, 2.5):
             plain, checked = (results((*wanted, any(wanted)), factor, is_checked) for is_checked in (False, True))
             torch.testing.assert_close(plain, checked, rtol=0, atol=0)
             of_plain, of_checked = plain[0], checked[0]
             assert of_plain is not None and of_checked is not None
-            assert torch.equal(of_plain.signbit(), of_checked.signbit())  # 0, not -0, of an ignored row
+            assert torch.equal(of_plain.signbit(), of_checked.signbit())  # an ignored row has 0, not -0
 
 
-# What is wrong with a call of each: its tensors in the order of CALLS.
+# For each mistake, the index of the wrong tensor in the order of CALLS, and the tensor.
 WRONG: dict[str, tuple[int, Tensor]] = {
     "shape of the target": (4, TARGET[:3]),
     "label": (4, TARGET + 3),
@@ -127,10 +127,10 @@ def test_what_is_wrong_with_the_target_is_said_before_what_in_place_refuses() ->
 
 
 @each("wrong", ["shape of the target", "label"])
-@each("label_smoothing", [0, 0.1])  # a plain call, and one that is checked
+@each("label_smoothing", [0, 0.1])  # a plain call, and a checked one
 def test_a_refused_call_in_place_leaves_the_logits_and_their_graph(wrong: str, label_smoothing: float) -> None:
     x = LOGITS.clone().requires_grad_()
-    logits = x.exp()  # its backward reads the logits, and fails where their version has changed
+    logits = x.exp()  # its backward reads the logits, and fails if their version has changed
     before, node = logits.detach().clone(), logits.grad_fn
     with pytest.raises(ValueError):
         eaves.cross_entropy(logits, WRONG[wrong][1], inplace_backward=True, label_smoothing=label_smoothing)
@@ -151,7 +151,8 @@ def test_the_tangent_of_an_upstream_gradient_is_refused_and_not_lost(name: str) 
 
 @each("name", CALLS)
 def test_a_version_that_changes_before_the_backward_is_seen(name: str) -> None:
-    """Where the backward reads a tensor again; linear_cross_entropy has its gradients, and in place is its own."""
+    """The backward sees the change if it reads a tensor again. linear_cross_entropy already has its gradients, and a
+    call in place owns its gradient."""
     tensors = tensors_of(torch.float32, (True,) * 4, torch.device("cpu"))
     target = TARGET.clone()
     out = CALLS[name](*tensors, target)
@@ -168,7 +169,7 @@ def test_a_version_that_changes_before_the_backward_is_seen(name: str) -> None:
 def test_an_option_that_has_its_default_at_times_compiles_no_more_often(
     name: str, dynamic: bool | None, fresh_compiler: None
 ) -> None:
-    """The compiler does not follow the question whether a call is plain, which would ask whether an option has its
+    """The compiler does not trace the question whether a call is plain, which would compare each option with its
     default."""
     target = TARGET.clamp(min=0)
 

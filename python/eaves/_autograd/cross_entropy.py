@@ -1,5 +1,5 @@
-"""The gradient of cross_entropy. In place it is in in_place.py; fake implementations and batching rules are in
-_torch/cross_entropy_rules.py, the operators over ranks in _parallel/cross_entropy.py."""
+"""The gradient of cross_entropy. in_place.py has the gradient in place, _torch/cross_entropy_rules.py the fake
+implementations and batching rules, _parallel/cross_entropy.py the operators over ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _Gradient = gradient_function(_backward)
 def run_forward(
     op: str, arguments: tuple[Any, ...], shard: ShardArguments | None, number_tensor: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """The loss and its outputs, and of a shard its Place. `op` is the function that the user called."""
+    """The loss and its outputs; with a shard, its Place is the last. `op` is the function that the user called."""
     if shard is None:
         return tuple(call(op, forward, *arguments, number_tensor=number_tensor))
     return tuple(call(op, ranks.forward, *arguments, *shard, number_tensor=number_tensor))
@@ -57,7 +57,7 @@ def run_forward(
 
 @takes(*Forward._fields, "wanted", "number_tensor", "shard", "op")
 class CrossEntropy(torch.autograd.Function):
-    """logits -> the loss, and the outputs that are computed, of which the user gets those of the bits `wanted`."""
+    """logits -> the loss and all computed outputs. The user gets the outputs of the bits `wanted`."""
 
     generate_vmap_rule = True
 
@@ -100,7 +100,7 @@ _KEPT_OF_MEAN, _KEPT_OF_ROWS = kept_for_backward(0, MEAN, False), kept_for_backw
 
 
 class PlainMean(torch.autograd.Function):
-    """CrossEntropy of a plain call. There is less of it to run, which small calls show."""
+    """CrossEntropy for a plain call. It runs less code, so small calls take less time."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
@@ -142,12 +142,12 @@ _plain_mean, _plain_log_prob = apply_plainly(PlainMean), apply_plainly(PlainLogP
 
 
 def mean_of_plain_call(logits: Tensor, targets: Tensor) -> Tensor | None:
-    """The mean of a plain call; None where it needs the checks."""
+    """The mean of a plain call; None if the call needs the checks."""
     try:
         mean: Tensor
         if not torch.is_grad_enabled() or not (logits.requires_grad or targets.requires_grad):
             mean = run_plainly(forward, logits, targets)[0]  # the operator's options are the mean's
-        elif targets.is_floating_point():  # probabilities need more
+        elif targets.is_floating_point():  # a backward for probabilities needs the target mass too
             return None
         else:
             mean = _plain_mean(logits, targets)
@@ -157,7 +157,7 @@ def mean_of_plain_call(logits: Tensor, targets: Tensor) -> Tensor | None:
 
 
 def log_probs_of_plain_call(logits: Tensor, targets: Tensor) -> Tensor | None:
-    """The log-probabilities of a plain call, whose targets are classes; None where it needs the checks."""
+    """The log-probabilities of a plain call, whose targets are classes; None if the call needs the checks."""
     try:
         if torch.is_grad_enabled() and logits.requires_grad:
             found: Tensor = _plain_log_prob(logits, targets)
@@ -168,7 +168,7 @@ def log_probs_of_plain_call(logits: Tensor, targets: Tensor) -> Tensor | None:
 
 
 def _differentiable(*arguments: Any, number_tensor: Tensor | None = None) -> list[Tensor]:
-    """cross_entropy_forward by its autograd.Function."""
+    """cross_entropy_forward through its autograd.Function."""
     call = Forward(*arguments)
     needs_target_mass = call.targets.is_floating_point() or call.class_weight is not None
     computed = kept_for_backward(call.outputs, call.reduction, needs_target_mass)

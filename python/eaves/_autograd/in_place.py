@@ -20,7 +20,7 @@ _forward_backward = torch.ops.eaves.cross_entropy_forward_backward.default
 _rescale = torch.ops.eaves.cross_entropy_rescale.default
 _backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.default
 
-RETURNED_IN_PLACE = sum(RETURNED)  # outputs that are not wanted have a place there too
+RETURNED_IN_PLACE = sum(RETURNED)  # unwanted outputs have a position there too
 
 
 def refuse_in_place(op: str, input: Tensor) -> None:
@@ -30,7 +30,7 @@ def refuse_in_place(op: str, input: Tensor) -> None:
             said(op, "inplace_backward does not go with torch.vmap and torch.func, which may use `logits` again; ")
             + "leave it out"
         )
-    # The core says the same of what it writes, but of float16 it writes in the backward.
+    # The core makes this check for memory that it writes, but with float16 it writes only in the backward.
     if torch._debug_has_internal_overlap(input) == 1:
         raise ValueError(
             said(op, f"`logits` has shape {shape_of(input)} and strides {list(input.stride())}, so that elements ")
@@ -50,10 +50,10 @@ def refuse_in_place(op: str, input: Tensor) -> None:
 class _InPlaceInForward(torch.autograd.Function):
     """Forward and backward in one pass, which writes the gradient, for an upstream gradient of 1, over the logits.
 
-    Before it the extension has computed `outputs`, so that its errors leave the logits and their graph alone. The
-    logits are an input that is written over, and no output: a backward of an operator that read them before has to
-    fail, which the version counter sees to, and not to differentiate through this function. Into `handed_out` the
-    backward puts the gradients that it has handed out.
+    The extension computes `outputs` before this Function runs, so that its errors leave the logits and their graph
+    alone. The Function does not return the logits that it writes over. The backward of an operator that read them
+    before therefore fails by the version counter, and does not differentiate through this Function. The backward
+    appends the gradients that it hands out to `handed_out`.
     """
 
     @staticmethod
@@ -81,8 +81,8 @@ class _InPlaceInForward(torch.autograd.Function):
 
 
 class _WrittenOver(torch.autograd.Function):
-    """The logits from here on: in the graph their earlier uses are in front of it, their later uses behind it, beside
-    the loss."""
+    """Marks the point in the graph at which the logits are written over: earlier uses of the logits lie before it,
+    later uses and the loss after it."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -95,26 +95,27 @@ class _WrittenOver(torch.autograd.Function):
 
 
 def in_place_of_plain_call(logits: Tensor, targets: Tensor) -> Tensor | None:
-    """The loss of a plain call, and the gradient over its logits; None where it needs the checks."""
+    """The loss of a plain call, with the gradient written over its logits; None if the call needs the checks."""
     try:
         refuse_in_place(OP, logits)
         loss, *_ = run_plainly(_forward_backward, logits, targets, None, None, None, -1, -100, MEAN, (), 0)
-    except (Refused, RuntimeError, ValueError):  # what is wrong with the targets is said first
+    except (Refused, RuntimeError, ValueError):  # the checks report the targets first
         return None
     return _written_over(OP, logits, (loss,), -1)[0]
 
 
 def in_place_in_forward(op: str, input: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """The loss, with the outputs RETURNED_IN_PLACE where some are wanted, and the gradient over the logits."""
+    """The loss, and the outputs RETURNED_IN_PLACE if some are wanted. Writes the gradient over the logits."""
     outputs = call(op, _forward_backward, input, *arguments)
     axis, *_, wanted = arguments[4:]
-    # Small calls show what an output of a Function costs that the caller does not get.
+    # An output that the caller does not get would cost small calls time.
     return _written_over(op, input, tuple(outputs if wanted else outputs[:1]), axis)
 
 
 def _written_over(op: str, input: Tensor, outputs: tuple[Tensor, ...], axis: int) -> tuple[Tensor, ...]:
-    """The outputs as those of `_InPlaceInForward`. If the logits are a whole tensor, or all of one in another shape,
-    the gradient may be that of the loss alone. Other views stay as they are, because that would copy their gradient."""
+    """The outputs as results of `_InPlaceInForward`. If the logits are a whole tensor, or all of one in another shape,
+    a hook refuses gradients of later uses of the logits: only the loss may have one. Other views get no hook, because
+    it would copy their gradient."""
     whole = input._base if input._is_view() else input
     handed_out: list[tuple[int, int]] = []
     if whole is None or not whole.requires_grad or (whole is not input and not _is_all_of(input, whole)):
@@ -131,7 +132,7 @@ def _written_over(op: str, input: Tensor, outputs: tuple[Tensor, ...], axis: int
                 + "gradient, and is computed from the gradient that was written over it; leave inplace_backward out"
             )
 
-    # The first of its hooks, so that others may change the gradient.
+    # This hook is the tensor's first, so that later hooks may change the gradient.
     whole.register_hook(check)  # type: ignore[no-untyped-call]
     return found
 
@@ -147,8 +148,8 @@ def _contents_of(tensor: Tensor) -> tuple[int, int]:
 
 
 class InPlaceInBackward(torch.autograd.Function):
-    """The gradient over the logits, but written in the backward, which knows the upstream gradient: in float16
-    most of a mean's gradient would be 0 before a loss scale multiplies it."""
+    """Writes the gradient over the logits in the backward, which knows the upstream gradient. In float16 most elements
+    of a mean's gradient would be 0 before a loss scale multiplies them."""
 
     @staticmethod
     def forward(ctx: Any, *arguments_and_shard: Any) -> tuple[Tensor, ...]:

@@ -1,10 +1,10 @@
-"""The gradients of linear_cross_entropy. Fake implementations and batching rules are in
-_torch/linear_cross_entropy_rules.py, the operators over ranks in _parallel/linear_cross_entropy.py.
+"""The gradients of linear_cross_entropy. _torch/linear_cross_entropy_rules.py has the fake implementations and batching
+rules, _parallel/linear_cross_entropy.py the operators over ranks.
 
-There are three ways to the gradients, three torch.autograd.Functions here. `Recompute` keeps the arguments and two
-numbers for each row, and computes the logits again in the backward. `Keep` keeps a number of each logit too, in a
-tensor that is saved like the others. `Speed` computes gradients in the forward, for an upstream gradient of 1, and
-multiplies them in the backward by the one that came; "memory" is that in smaller chunks.
+Three torch.autograd.Functions compute the gradients in three ways. `Recompute` keeps the arguments and two numbers for
+each row, and computes the logits again in the backward. `Keep` also keeps a number for each logit of the rows that
+`keep_bytes` has room for, in a saved tensor. `Speed` computes gradients in the forward, for an upstream gradient of 1,
+and its backward multiplies them by the real one. "memory" is `Speed` with smaller chunks.
 """
 
 from __future__ import annotations
@@ -69,20 +69,20 @@ OP = "linear_cross_entropy"
 
 _Gradients = gradient_function(_backward)
 
-# The arguments of all Functions are the extension's (its outputs are those that are computed), and behind them: the
-# gradients that the forward computes, the number tensor, the ShardArguments, the name of the function that the user
-# called, how many bytes are kept (Keep alone; -1: what all rows take), grad_weight_out, the outputs that the caller
-# gets, and those of them that may have a gradient.
+# All Functions take the extension's arguments, whose `outputs` are the computed ones. These follow: the gradients that
+# the forward computes, the number tensor, the ShardArguments, the name of the function that the user called, the bytes
+# to keep (only for Keep; -1 is room for all rows), grad_weight_out, the outputs that the caller gets, and the outputs
+# among them that may have a gradient.
 _BEHIND = ("gradients", "number_tensor", "shard", "op", "keep_bytes", "grad_weight_out", "wanted", "followed")
-_FORWARD = slice(TENSORS.stop, -3)  # of the forward alone
-_REDUCTION = Forward._fields.index("reduction") - OPTIONS.start  # a small call has no time to make a record
-_NOTHING = (None,) * (len(Forward._fields) + len(_BEHIND) - len(GRADIENTS))  # behind the gradients
+_FORWARD = slice(TENSORS.stop, -3)  # the arguments of run_forward
+_REDUCTION = Forward._fields.index("reduction") - OPTIONS.start  # making a record costs small calls too much time
+_NOTHING = (None,) * (len(Forward._fields) + len(_BEHIND) - len(GRADIENTS))  # results of a backward behind these
 
 
 def run_forward(tensors: tuple[Any, ...], arguments: Sequence[Any]) -> list[Tensor]:
-    """The loss and its outputs, the gradients that the bits name, and of a shard its Place, or what is kept. Behind the
-    extension's options and outputs are the gradients, the number tensor, the ShardArguments, the name of the function
-    and how many bytes are kept."""
+    """The loss and its outputs, the gradients that the bits name, and last the Place of a shard or the kept numbers.
+    `arguments` are the extension's options and outputs, the gradients, the number tensor, the ShardArguments, the name
+    of the function and the bytes to keep."""
     *of_extension, gradients, number_tensor, shard, op, keep_bytes = arguments
     hidden, head, *others = tensors
     if head.dtype != hidden.dtype:  # under torch.autocast
@@ -111,13 +111,13 @@ def _split(results: list[Tensor], bits: int, shard: ShardArguments | None) -> tu
 
 
 class Record(NamedTuple):
-    """What a backward has to know of a call beside its tensors."""
+    """The facts of a call that its backward needs beside the tensors."""
 
     op: str  # the function that the user called
-    options: tuple[Any, ...]  # of the extension
-    computed: int  # the outputs that the forward computes,
-    followed: int  # and those of them that may have a gradient
-    gradients: int  # that the forward computes, and the bit of the dtype of the head's
+    options: tuple[Any, ...]  # the extension's options
+    computed: int  # the outputs that the forward computes
+    followed: int  # the outputs among them that may have a gradient
+    gradients: int  # the gradients that the forward computes, and WIDE_HEAD
     head_dtype: torch.dtype
     is_of_zero3: bool = False
     is_compiled: bool = False
@@ -126,7 +126,7 @@ class Record(NamedTuple):
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor], is_loss_alone: bool = False) -> None:
-    """Keeps what a backward needs."""
+    """Saves the record and the tensors that a backward needs."""
     tensors = inputs[TENSORS]
     computed, gradients, number_tensor, shard, op, keep_bytes, out, _, followed = inputs[OPTIONS.stop :]
     is_compiled = torch.compiler.is_compiling()
@@ -148,7 +148,7 @@ def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor 
     if kept is not None:
         is_one_call = not torch.compiler.is_compiling() and not any(map(is_batched, given(*upstream)))
         is_usable = ctx.has_kept and is_one_call and ctx.is_captured == _is_captured(hidden)
-        kept = kept.data if is_usable else None  # .data: it is written over, and that is no error of the caller's
+        kept = kept.data if is_usable else None  # .data: the kernel writes over it, which is no error of the caller
         ctx.has_kept = ctx.has_kept and upstream[2] is None
     refuse_zero3(op, head=head, bias=bias)
     if head.dtype != hidden.dtype:
@@ -190,7 +190,7 @@ def _handed_out(record: Record, gradients: Sequence[Tensor | None]) -> tuple[Ten
 def _accumulate(
     record: Record, arguments: tuple[Any, ...], bits: int, place: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The other gradients; that of the head is added to grad_weight_out."""
+    """The gradients of the hidden states and the bias. The gradient of the head is added to grad_weight_out."""
     op, out = record.op, cast("Tensor", record.grad_weight_out)
     if torch.is_grad_enabled():
         raise NotImplementedError(
@@ -207,8 +207,8 @@ def _accumulate(
 
 @takes(*Forward._fields, *_BEHIND)
 class Recompute(torch.autograd.Function):
-    """hidden, head, bias -> the loss, and the outputs that are computed, of which those of `followed` may have a
-    gradient. The backward computes the logits again."""
+    """hidden, head, bias -> the loss and all computed outputs. The outputs of `followed` may have a gradient. The
+    backward computes the logits again."""
 
     generate_vmap_rule = True
 
@@ -229,13 +229,13 @@ class Recompute(torch.autograd.Function):
 
 
 def _is_captured(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured. There no row is left out, so rows have other numbers."""
+    """Whether a CUDA graph is being captured. A capture leaves no row out, so its rows are numbered differently."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class Keep(torch.autograd.Function):
-    """As Recompute, with what the backward multiplies by kept. A backward of an entropy writes over that, and a later
-    one computes the logits again."""
+    """Recompute that keeps the numbers by which the backward multiplies. The backward of an entropy writes over these
+    numbers, and a later backward computes the logits again."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
@@ -248,8 +248,9 @@ class Keep(torch.autograd.Function):
 
 
 class Speed(torch.autograd.Function):
-    """As Recompute, with the gradients that the bits `gradients` name computed in the forward, for an upstream gradient
-    of 1. The first backward hands them out; a later one, and one that needs more than a factor, computes again."""
+    """Recompute whose forward computes the gradients that the bits `gradients` name, for an upstream gradient of 1. The
+    first backward hands them out. A later backward computes them again, and so does a backward that needs more than a
+    factor."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
@@ -258,12 +259,12 @@ class Speed(torch.autograd.Function):
         outputs, computed_gradients = _split(results, gradients & ~WIDE_HEAD, shard)
         _save(ctx, arguments, results, not wanted)
         if ctx.record.is_compiled:
-            # Nothing is computed again, and compiled autograd follows saved tensors alone.
+            # A compiled graph computes nothing again, and compiled autograd follows only saved tensors.
             ctx.save_for_backward(*computed_gradients)
         else:
-            # Saved tensors live as long as the graph, and autograd may write over the gradients that it gets.
+            # Saved tensors would live as long as the graph, and autograd may write over the gradients that it gets.
             ctx.gradients = computed_gradients
-        # Small calls show what it costs to hand out a tensor that is saved too.
+        # Returning a tensor that is saved too would cost small calls time.
         return outputs if wanted else outputs[:1]
 
     @staticmethod
@@ -275,7 +276,8 @@ class Speed(torch.autograd.Function):
 
 
 def _multiplied(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The three gradients: those that the forward computed, by a factor where that is all there is to do."""
+    """The three gradients. If the upstream gradient is only a factor, it multiplies the gradients that the forward
+    computed; else they are computed again."""
     record: Record = ctx.record
     op, bits, mode = record.op, record.gradients & ~WIDE_HEAD, record.options[_REDUCTION]
     grad_loss, grad_lse, grad_entropy = upstream
@@ -285,7 +287,7 @@ def _multiplied(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | N
         # A graph may run twice, and its saved tensors cannot be written over.
         assert grad_loss is not None
         factor = grad_loss.unsqueeze(-1) if mode == NONE else grad_loss
-        # As the operators below do: zeros stay, whatever the factor is.
+        # As in the operators below, zeros stay zeros, whatever the factor is.
         scaled = [
             torch.where(each == 0, 0, each.to(factor.dtype) * factor).to(each.dtype) for each in ctx.saved_tensors
         ]
@@ -296,11 +298,11 @@ def _multiplied(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | N
     if record.is_of_zero3 and (ctx.gradients is None or bits & OF_HEAD):
         refuse_zero3(op, head=ctx.saved_tensors[1])
     computed, ctx.gradients = ctx.gradients, None
-    if computed is None:  # a later backward; without the outputs other kernels would run, and last places differ
+    if computed is None:  # a later backward; without the outputs other kernels would change last places
         again = (*record.options, record.computed, record.gradients, None, record.shard, op, None)
         _, computed = _split(run_forward(ctx.saved_tensors[TENSORS], again), bits, record.shard)
     gradients = in_places(computed, bits)
-    # Neither reads or writes anything if grad_loss is 1.
+    # Neither operator reads or writes anything if grad_loss is 1.
     if mode == NONE:
         # .data: a selective checkpoint that keeps this tensor raises if its version changes.
         assert gradients[0] is not None
@@ -314,8 +316,8 @@ def _multiplied(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | N
 
 
 class _Plain(torch.autograd.Function):
-    """Recompute of a plain call, or Speed where the record names gradients: the mean, or without a reduction the
-    log-probabilities."""
+    """Recompute for a plain call, or Speed if the record names gradients. The result is the mean, or the
+    log-probabilities if there is no reduction."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -328,7 +330,7 @@ class _Plain(torch.autograd.Function):
         is_mean = record.options[_REDUCTION] == MEAN
         divisor = behind.pop(0) if is_mean else None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, None, None, None, lse, None, None, divisor, None, None)  # as `_save`
+        ctx.save_for_backward(*tensors, None, None, None, lse, None, None, divisor, None, None)  # in `_save`'s order
         ctx.record, ctx.has_kept, ctx.gradients = record, False, behind
         return result if is_mean else log_prob_of(result)
 
@@ -343,7 +345,7 @@ class _Plain(torch.autograd.Function):
 
 
 class PlainSpeed(_Plain):
-    """Profilers and graphs show which of the two it is."""
+    """_Plain under the name that profilers and graphs show if the forward computes gradients."""
 
 
 class PlainRecompute(_Plain):
@@ -363,8 +365,8 @@ def _record_of(op: str, mode: int, gradients: int, dtype: torch.dtype, is_of_zer
 def result_of_plain_call(
     op: str, mode: int, hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, gradients: int | None
 ) -> Tensor | None:
-    """The mean of a plain call, or without a reduction its log-probabilities; None where it needs the checks.
-    `gradients`: the bits of those that the forward computes, or None where no gradient is wanted."""
+    """The mean of a plain call, or its log-probabilities if there is no reduction; None if the call needs the checks.
+    `gradients` has the bits of the gradients that the forward computes; it is None if no gradient is wanted."""
     try:
         result: Tensor
         if gradients is None:
@@ -380,7 +382,7 @@ def result_of_plain_call(
 
 
 def _differentiable(*arguments: Any, number_tensor: Tensor | None = None) -> list[Tensor]:
-    """linear_cross_entropy_forward by an autograd.Function."""
+    """linear_cross_entropy_forward through an autograd.Function."""
     call = Forward(*arguments)
     needs_target_mass = call.targets.is_floating_point() or call.class_weight is not None
     computed = kept_for_backward(call.outputs, call.reduction, needs_target_mass)

@@ -31,8 +31,8 @@ def computed(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) 
 
 @takes("x", "axes", "keepdim", "dtype")
 class _Logsumexp(torch.autograd.Function):
-    """x -> (out, lse), with lse as two numbers, [rows..., 2]: around 1e4 one float32 is off by 5e-4, and so would be
-    the gradient."""
+    """x -> (out, lse). lse is two numbers, [rows..., 2]: near 1e4 one float32 is off by 5e-4, and the gradient would
+    have that relative error."""
 
     generate_vmap_rule = True
 
@@ -63,9 +63,9 @@ def _gradient(grad_out: Tensor, x: Tensor, lse: Tensor, axes: Sequence[int], kee
 
 @takes("grad_out", "x", "lse", "axes", "keepdim")
 class _LogsumexpGradient(torch.autograd.Function):
-    """grad_x = grad_out * p with p = exp(x - lse), differentiable in grad_out and in x (of which lse is a function).
+    """grad_x = grad_out * p with p = exp(x - lse), differentiable in grad_out and in x (lse is a function of x).
 
-    Second derivatives are rare, so they are written in torch's own operators, around the one kernel that gives p.
+    Second derivatives are rare, so PyTorch's operators compute them, around the one kernel that computes p.
     """
 
     generate_vmap_rule = True
@@ -99,7 +99,7 @@ give_derivative("logsumexp", _forward, computed, "x")
 refuse_lost_derivatives("logsumexp", _forward_lse, _backward)
 
 
-# What torch.compile and other tracers ask: shapes, strides and dtypes of the outputs.
+# Fake implementations: tracers such as torch.compile ask for the shapes, strides and dtypes of the outputs.
 
 
 @register_fake("logsumexp_forward")
@@ -118,11 +118,11 @@ def _(grad_out: Tensor, x: Tensor, lse: Tensor, axes: Sequence[int], keepdim: bo
     return torch.empty_like(x)
 
 
-# Batching rules: the batch becomes the first axis of every tensor, so that one call serves all of it.
+# Batching rules: the batch becomes the first axis of every tensor, so that one call computes the whole batch.
 
 
 def _batched_axes(x: Tensor, axes: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """x, whose first axis is the batch, and `axes` of its elements as axes of x. An element without axes gets one."""
+    """x, whose first axis is the batch, and the `axes` of a sample as axes of x. A sample without axes gets one."""
     rank = x.dim() - 1
     if rank == 0:
         return x.unsqueeze(1), [1]

@@ -1,4 +1,4 @@
-"""The derivatives of lrpe_cosine. Fake implementations and batching rules are in _torch/lrpe_cosine_rules.py."""
+"""The derivatives of lrpe_cosine. _torch/lrpe_cosine_rules.py has the fake implementations and batching rules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaves._torch import lrpe_cosine_rules  # noqa: F401  # registers them
+from eaves._torch import lrpe_cosine_rules  # noqa: F401  # registers the rules
 from eaves._torch.checks import accumulator_dtype
 from eaves._torch.operator import apply, call, dispatch, takes
 from eaves._torch.registration import give_derivative, record_of, refuse_lost_derivatives
@@ -29,9 +29,10 @@ FEATURES, SEQUENCE = -1, -2  # the axes of a softmax
 
 
 def encode(x: Tensor, theta: Tensor, *arguments: Any) -> Tensor:
-    """The call with arguments that have been checked: offsets, positions, cu_seqlens and the options."""
+    """The encoding, for checked arguments. `arguments` are offsets, positions, cu_seqlens and the options."""
     if torch.compiler.is_compiling() and is_transforming():
-        # A Function that torch cannot trace: the operator, which refuses where a derivative would be lost.
+        # torch.compile cannot trace the Function in a transform. It gets the operator, which refuses a call if its
+        # derivative would be lost.
         plain: Tensor = call(OP, _forward, x, theta, *arguments)
         return plain
     result = dispatch(OP, (x, theta), _LrpeCosine, _forward, x, theta, *arguments)
@@ -41,7 +42,7 @@ def encode(x: Tensor, theta: Tensor, *arguments: Any) -> Tensor:
 
 @takes(*record_of(_forward)._fields)
 class _LrpeCosine(torch.autograd.Function):
-    """x, theta -> out, and of a softmax over the sequence the lse too."""
+    """x, theta -> out. With a softmax over the sequence, lse is a second result."""
 
     generate_vmap_rule = True
 
@@ -59,9 +60,10 @@ class _LrpeCosine(torch.autograd.Function):
         if isinstance(output, tuple):
             _, lse = output
             ctx.mark_non_differentiable(lse)
-        # As x lies in memory: where its axes are in the other order there, those of its gradient are too.
+        # The gradient of x has the layout of x: if heads and positions lie in the other order in memory, the gradient's
+        # do too.
         ctx.turned = not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
-        # Under torch.func it shows in the backward only whether theta has a gradient.
+        # Under torch.func only the backward knows whether theta has a gradient.
         needs_x = ctx.options[3] != NONE or theta.requires_grad
         needs_x = needs_x or (not torch.compiler.is_compiling() and is_transforming())
         ctx.save_for_backward(x if needs_x else None, theta, lse, offsets, positions, cu_seqlens)
@@ -81,7 +83,7 @@ class _LrpeCosine(torch.autograd.Function):
 
 
 def _gradients(grad_out: Tensor, x: Tensor | None, theta: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
-    """grad_x and grad_theta, None for what is not wanted. `arguments` are those of _Gradient behind theta."""
+    """grad_x and grad_theta, None for an unwanted one. `arguments` are the arguments of _Gradient behind theta."""
     turned, wants_x, wants_theta = arguments[-3:]
     tensors = (grad_out, theta) if x is None else (grad_out, x, theta)
     if torch.compiler.is_compiling() or needs_autograd(*tensors):
@@ -95,9 +97,9 @@ def _gradients(grad_out: Tensor, x: Tensor | None, theta: Tensor, *arguments: An
 
 @takes(*record_of(_backward)._fields)
 class _Gradient(torch.autograd.Function):
-    """grad_x and grad_theta, those that are wanted, differentiable in grad_out, x and theta.
+    """grad_x and grad_theta as far as they are wanted, differentiable in grad_out, x and theta.
 
-    Second derivatives are rare, so they are written in torch's own operators, from the formula.
+    Second derivatives are rare, so PyTorch's operators compute them from the formula.
     """
 
     generate_vmap_rule = True
@@ -141,7 +143,7 @@ def _second_derivatives(
     options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The derivatives of <v, grad_x> + <u, grad_theta> with respect to grad_out, x and theta. `places` are offsets,
-    positions and cu_seqlens, `options` what stands behind them.
+    positions and cu_seqlens, `options` are the arguments behind them.
 
     With w = g_cos cos + g_sin sin, r = g_sin cos - g_cos sin, p the positions and J the Jacobian of the activation:
     <v, grad_x> = <J v, w> and <u, grad_theta> = <p u a, r>, where dw/dphi = r and dr/dphi = -w.

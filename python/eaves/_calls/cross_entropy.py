@@ -1,4 +1,4 @@
-"""A call of cross_entropy: its arguments, checked here, and the way that it takes."""
+"""A call of cross_entropy: its arguments, their checks, and the choice of its implementation."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class CrossEntropyCall(NamedTuple):
     class_dim: int | None = None
     group: ProcessGroup | Shard | None = None
     classes: int | None = None
-    op: str = OP  # that errors name, with its names of arguments
+    op: str = OP  # the function whose names errors use
     # For callers within eaves: with inplace_backward the backward writes the gradient.
     keeps_logits: bool = False
 
@@ -90,7 +90,7 @@ class CrossEntropyCall(NamedTuple):
     def class_axis(self) -> int:
         if self.class_dim is not None:
             return index_of(self.op, "class_dim", self.class_dim)
-        logits: Any = self.logits  # the last axis, or the second if that is cut
+        logits: Any = self.logits  # the last axis, or the second if the second is cut
         is_second = logits.dim() > 2 and any(placement.is_shard(1) for placement in logits.placements)
         return 1 if is_second else -1
 
@@ -125,7 +125,7 @@ def _in_place_plainly(call: CrossEntropyCall) -> Tensor | None:
 
 
 def _is_plain(call: CrossEntropyCall) -> bool:
-    """True for a call of one matrix with the defaults, which are the operator's too."""
+    """True for a call of one matrix with default options. The operator has the same defaults."""
     (
         logits, targets, class_weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, row_weight,
         normalizer, inplace_backward, outputs, class_dim, group, classes,
@@ -150,7 +150,7 @@ def _is_plain(call: CrossEntropyCall) -> bool:
 
 
 def _computed(call: CrossEntropyCall, shard: ShardArguments | None = None) -> Tensor | CrossEntropyOutput:
-    """The loss of a call whose tensors are this rank's."""
+    """The loss of a call with this rank's tensors."""
     (
         logits, targets, class_weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, row_weight,
         normalizer, inplace_backward, outputs, class_dim, _, classes, op, keeps_logits,
@@ -215,8 +215,8 @@ def _computed(call: CrossEntropyCall, shard: ShardArguments | None = None) -> Te
 
 
 def _class_axis(op: str, logits: Tensor, targets: Tensor, is_soft: bool, class_dim: int | None) -> int:
-    """The axis of the classes, counted from the end, so that a batch in front changes nothing. Also: the targets have
-    the shape and the dtype that go with it."""
+    """The axis of the classes, counted from the end, so that a batch in front changes nothing. Also checks that shape
+    and dtype of the targets fit this axis."""
     rank = logits.dim()
     if rank == 0:
         raise ValueError(said(op, "`logits` has no axes, expected at least one, of the classes"))

@@ -108,7 +108,7 @@ class KlDivCall(NamedTuple):
 def teacher_of(
     call: KlDivCall, classes: int, rows: Sequence[int], shard: ShardArguments | None
 ) -> tuple[str, tuple[Tensor | None, ...]]:
-    """Its kind, and its tensors as kl_div.outputs_of takes them."""
+    """The kind of the teacher, and its tensors as kl_div.outputs_of takes them."""
     named = {"head": call.teacher_hidden, "logits": call.teacher_logits, "log_probs": call.teacher_log_probs}
     named["probs"] = call.teacher_probs
     kinds = [kind for kind, tensor in named.items() if tensor is not None]
@@ -133,7 +133,7 @@ def teacher_of(
         given = given.detach()
         try:
             return kind, (given.view(math.prod(rows), classes),)
-        except RuntimeError:  # of their strides: rows of a chunk are gathered
+        except RuntimeError:  # the strides allow no view: each chunk gathers its rows
             return kind, (given,)
     if kind != "log_probs":
         raise ValueError(f"{OP}: teacher_tokens is given beside {name}, expected teacher_log_probs")
@@ -229,8 +229,8 @@ def rows_of(call: KlDivCall, hidden: Tensor, rows: Sequence[int], dtype: torch.d
 
 
 def check_values(call: KlDivCall, settings: Settings, of_rows: Rows, classes: int) -> None:
-    """Values of classes that can be looked at: the targets of the hard loss, and the tokens of a top K in
-    rows that count."""
+    """Checks the classes that the host can read: the targets of the hard loss, and the tokens of a top K in rows that
+    count."""
     if settings.of_rows.has_hard_loss and call.targets is not None and are_checked(call.targets):
         check_classes(OP, "targets", call.targets, classes, call.ignore_index)
     tokens = call.teacher_tokens

@@ -17,11 +17,11 @@ from eaves._torch.transforms import is_exporting
 
 
 def _times(x: Tensor, scale: Tensor) -> Tensor:
-    return (x * scale).to(x.dtype)  # an integer stays one, which the call refuses
+    return (x * scale).to(x.dtype)  # an integer tensor stays one, and the call refuses it
 
 
 class _Scaled(torch.autograd.Function):
-    """x, s -> s x; with the value of s, x, which the call multiplies by that value."""
+    """x, s -> s x. With the value of s the result is x, because the call multiplies by that value."""
 
     generate_vmap_rule = True
 
@@ -48,19 +48,19 @@ class _Scaled(torch.autograd.Function):
 
 
 def _scaled(x: Tensor, scale: Tensor, value: float | None) -> Tensor:
-    if is_exporting():  # a program would keep the forward of the Function alone
+    if is_exporting():  # a program would keep only the forward of the Function
         return _times(x, scale)
     return _Scaled.apply(x, scale, value)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def reads_value(call: Any) -> bool:
-    """Whether a call, whose scale is a tensor, needs its value: one that multiplies numbers of 16 bits, which s x would
-    round once more."""
+    """Whether a call with a tensor as its scale needs the scale's value. A call in 16 bits does, because s x would be
+    rounded once more."""
     return call.hidden.dtype in (torch.float16, torch.bfloat16)
 
 
 def with_learned_scale(call: Any) -> Any:
-    """The call of linear_cross_entropy, whose scale is a tensor, with a number or None in its place."""
+    """A call of linear_cross_entropy with a number or None in the place of its scale, which is a tensor."""
     op, hidden, bias, scale = call.op, call.hidden, call.bias, call.scale
     if call.group is not None or is_distributed(call.head):
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""A call of linear_cross_entropy: its arguments, checked here, and the way that it takes."""
+"""A call of linear_cross_entropy: its arguments, their checks, and the choice of its implementation."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class LinearCrossEntropyCall(NamedTuple):
     classes: int | None = None
     # For callers within eaves: lse and entropy get no gradient, and "auto" may be "speed".
     has_constant_outputs: bool = False
-    op: str = OP  # that errors name, with its names of arguments
+    op: str = OP  # the function whose names errors use
 
     @property
     def with_classes(self) -> tuple[str, Any]:
@@ -143,16 +143,16 @@ def loss_of_head(call: LinearCrossEntropyCall) -> Tensor | CrossEntropyOutput:
     return computed(call)
 
 
-# The options of a plain call, which stand behind `bias`.
+# The options of a plain call. They follow `bias`.
 _PLAIN = tuple(LinearCrossEntropyCall._field_defaults.values())[1:]
 
 
 def result_plainly(op: str, mode: int, hidden: Any, head: Any, targets: Any, bias: Any) -> Tensor | None:
-    """The mean of a call without options, or without a reduction its log-probabilities, if the call is a plain one (see
-    _torch/operator.py)."""
+    """The mean of a call without options, or its log-probabilities if there is no reduction. None if the call is not a
+    plain one (see _torch/operator.py)."""
     if not is_eager(hidden, head) or not is_eager(targets, targets if bias is None else bias):
         return None
-    if hidden.is_nested or head.is_nested:  # they have no shape to look at
+    if hidden.is_nested or head.is_nested:  # a nested tensor has no shape
         return None
     dtype, shape, sizes = hidden.dtype, head.shape, hidden.shape
     if dtype not in RESULT_DTYPES or head.dtype != dtype or targets.is_floating_point():
@@ -179,8 +179,8 @@ def result_plainly(op: str, mode: int, hidden: Any, head: Any, targets: Any, bia
 
 
 def with_tensors_of_linear(op: str, call: Any, name: str, bias_name: str) -> Any:
-    """The call with the weight and the bias of the torch.nn.Linear that was passed as a head. Other ranks learn of an
-    error."""
+    """The call with the weight and the bias of the torch.nn.Linear that was passed as a head. An error is raised on the
+    other ranks too."""
     linear, bias = getattr(call, name), getattr(call, bias_name)
 
     def found() -> Any:
@@ -198,7 +198,7 @@ def with_tensors_of_linear(op: str, call: Any, name: str, bias_name: str) -> Any
 
 def _multiplies_by_its_weight(linear: torch.nn.Linear) -> bool:
     """True if the module's call is a product with its weight, and nothing else."""
-    kind = getattr(type(linear), "_eaves_class", type(linear))  # of a head that eaves.hf has patched
+    kind = getattr(type(linear), "_eaves_class", type(linear))  # eaves.hf has patched this head
     hooks = [*linear._forward_pre_hooks.values(), *linear._forward_hooks.values()]
     hooks += [*linear._backward_pre_hooks.values(), *linear._backward_hooks.values()]
     is_plain = kind.forward is torch.nn.Linear.forward and "forward" not in vars(linear)
@@ -220,7 +220,7 @@ def _without_padding(call: LinearCrossEntropyCall, classes: int) -> LinearCrossE
 
 
 def computed(call: LinearCrossEntropyCall, shard: ShardArguments | None = None) -> Tensor | CrossEntropyOutput:
-    """The loss of a call whose tensors are this rank's."""
+    """The loss of a call with this rank's tensors."""
     keeps = call.algorithm == "keep" or call.keep_bytes is not None
     if keeps and torch.compiler.is_compiling() and not is_exporting():
         return uncompiled(call.op, computed)(call, shard)  # type: ignore[no-any-return]
@@ -237,7 +237,7 @@ def computed(call: LinearCrossEntropyCall, shard: ShardArguments | None = None) 
     is_compiling = torch.compiler.is_compiling()
     if gradients and is_exporting():
         gradients = 0  # see needs_function
-    # Without gradients torch.func and forward mode may follow the call.
+    # Even if no gradient is wanted, torch.func or forward mode may follow the call.
     if not gradients and (is_compiling or not needs_autograd()):
         bits = wanted
         results: Sequence[Tensor] = run_forward(tensors, (*options, bits, 0, number_tensor, shard, op, None))
@@ -246,7 +246,7 @@ def computed(call: LinearCrossEntropyCall, shard: ShardArguments | None = None) 
         bits = kept_for_backward(wanted, options[1], targets.is_floating_point() or class_weight is not None)
         followed = wanted & ~(LSE | ENTROPY) if call.has_constant_outputs else wanted
         limit = options[4]
-        if call.algorithm == "memory" and limit == 0 and hidden.is_cuda:  # as on all ranks, whose shards may differ
+        if call.algorithm == "memory" and limit == 0 and hidden.is_cuda:  # all ranks need one limit
             limit = _small_workspace(head.shape[0] if shard is None else 0)
         function: type[torch.autograd.Function] = Recompute
         if gradients and _is_speed(call, tensors, options[1], gradients, followed, limit, shard):
@@ -269,8 +269,8 @@ def computed(call: LinearCrossEntropyCall, shard: ShardArguments | None = None) 
 
 
 def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> tuple[Any, ...]:
-    """A call's tensors and options in the order of the extension, of which the limit of the workspace in bytes is 0 for
-    the device's; the number tensor; the outputs as bits, and by name; the bit of the dtype of the head's gradient."""
+    """A call's tensors; its options in the order of the extension, with 0 for the device's own limit of the workspace;
+    the number tensor; the outputs as bits, and by name; the bit of the dtype of the head's gradient."""
     (
         hidden, head, targets, bias, class_weight, reduction, ignore_index, label_smoothing, options, softcap, scale,
         z_loss, row_weight, normalizer, outputs, algorithm, workspace_bytes, skip_ignored, grad_weight_dtype,
@@ -323,7 +323,7 @@ def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> tupl
     wide = wide_head(op, dtype, head.dtype, grad_weight_dtype)
     if grad_weight_out is not None:
         wide = check_grad_weight_out(op, grad_weight_out, dtype, head, grad_weight_dtype, result_dtype, is_compiling)
-        # As they were passed: some are converted, and the caller's memory counts.
+        # The check gets the tensors as the caller passed them: some are converted, and the caller's memory counts.
         check_overlap(op, grad_weight_out, call._replace(grad_weight_out=None)._asdict())
     tensors = (hidden, head, bias, targets, class_weight, row_weight, normalizer)
     return tensors, (ignore_index, mode, numbers, skip_ignored, limit), number_tensor, wanted, names, wide
@@ -332,7 +332,7 @@ def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> tupl
 def check_constant_options(
     head: Tensor, *, skip_ignored: object, algorithm: object, workspace_bytes: object, grad_weight_dtype: object
 ) -> None:
-    """The checks of a call, for options that are given before there is one."""
+    """The checks of a call, for options that a module gets before its first call."""
     check_bool(OP, "skip_ignored", skip_ignored)
     check_algorithm(OP, algorithm, workspace_bytes)
     multiplied = head.dtype
@@ -342,7 +342,7 @@ def check_constant_options(
 
 
 def _small_workspace(classes: int) -> int:
-    """linear_cross_entropy_small_workspace() of the header."""
+    """The same as linear_cross_entropy_small_workspace() of the header."""
     return max(160 << 20, (24 << 20) + 1024 * classes)
 
 
@@ -361,13 +361,14 @@ def _is_speed(
         return False
     hidden, head, _, targets, _, _, _ = tensors
     has_output_gradients = followed & (LSE | ENTROPY) != 0
-    # The backward multiplies rows of the hidden states' gradient by their factors; sums over rows it cannot.
+    # The backward can multiply the rows of the hidden states' gradient by their factors. It cannot do this for the
+    # gradients of head and bias, which are sums over rows.
     has_grad_hidden_alone = gradients == OF_HIDDEN and (shard is None or not shard.sequence_parallel)
     if algorithm == "speed":
         is_possible = (mode != NONE or has_grad_hidden_alone) and hidden.dtype != torch.float16
         return is_possible and not (is_compiling and has_output_gradients)  # a graph computes nothing again
     if algorithm == "memory" and (is_compiling or shard is not None):
-        limit = 0  # the workspace, not the choice, follows from the limit
+        limit = 0  # the limit sets the workspace, not the choice
     accumulates = call.grad_weight_out is not None
     if not is_compiling and shard is None:
         try:
@@ -382,7 +383,7 @@ def _is_speed(
     return _suits_speed_of_any_size(hidden.dtype, *facts, 1 if limit != 0 else 0)  # not a symbol of a graph
 
 
-@lru_cache(maxsize=4096)  # to ask costs a small call 2 us
+@lru_cache(maxsize=4096)  # the question costs a small call 2 us
 def _suits_speed(
     dtype: torch.dtype,
     device: int,
@@ -400,9 +401,10 @@ def _suits_speed(
 
 
 def _suits_speed_of_any_size(dtype: torch.dtype, *facts: Any) -> bool:
-    """For a graph, which is to depend on no sizes, and a shard, whose choice is to be that of the other ranks."""
+    """_suits_speed without sizes: a graph must not depend on sizes, and all ranks of a shard have to make the same
+    choice."""
     return _ask(_DTYPES[dtype], -1, *facts, -1, 1, 1, False, False)
 
 
-# As torch.compiler.assume_constant_result does, which would load torch._dynamo: a graph cannot ask.
+# A graph cannot ask. torch.compiler.assume_constant_result sets this attribute too, but loads torch._dynamo.
 _suits_speed_of_any_size._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A call of linear_kl_div: its arguments, checked here, and the way that it takes."""
+"""A call of linear_kl_div: its arguments, their checks, and the choice of its implementation."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _computed(call: KlDivCall, shard: ShardArguments | None) -> Tensor | KlDivOu
     normalizer = call.normalizer
     if normalizer is not None:
         normalizer = normalizer_of(OP, normalizer, mode, dtype, hidden.device)
-        # As the core's, which this loss does not call: of a GPU it is not known here.
+        # The core's check, which this loss does not call. The host does not know the value of a normalizer on a GPU.
         if normalizer.device.type == "cpu" and normalizer.item() < 0:
             raise ValueError(f"{OP}: normalizer is {normalizer.item()}, expected a number that is not negative")
     settings = _settings(call, names, kind, mode)
@@ -110,7 +110,7 @@ def _computed(call: KlDivCall, shard: ShardArguments | None) -> Tensor | KlDivOu
 def _columns_of(
     columns: int, student: Product, teacher: tuple[Tensor | None, ...], settings: Settings
 ) -> tuple[Product, tuple[Tensor | None, ...], Tensor | None]:
-    """Without the padding of this rank's piece."""
+    """The tensors without the padding of this rank's piece."""
 
     def cut(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor[:columns]
@@ -173,7 +173,7 @@ def _settings(call: KlDivCall, names: Sequence[str], kind: str, mode: int) -> Se
 def _facts(
     call: KlDivCall, settings: Settings, student: Product, teacher: tuple[Tensor | None, ...], rows: Sequence[int]
 ) -> dict[str, object]:
-    """What has to be the same on all ranks."""
+    """The facts that have to be the same on all ranks."""
     temperature = call.temperature if isinstance(call.temperature, Tensor) else None
     normalizer = call.normalizer if isinstance(call.normalizer, Tensor) else None
     is_top_k = settings.teacher == "top_k"
@@ -202,10 +202,11 @@ def _facts(
 def _with_sizes(
     settings: Settings, call: KlDivCall, student: Product, teacher: tuple[Tensor | None, ...], classes: int
 ) -> Settings:
-    """Chunks, as large as the workspace allows. `classes`: the most that a rank has."""
+    """The settings with chunks as large as the workspace allows. `classes` is the most that a rank has."""
     hidden, kind = student.hidden, settings.teacher
     sums, bits = accumulator_dtype(hidden.dtype).itemsize, hidden.dtype.itemsize
-    # Both logits, where they are computed here, both log-probabilities and one tensor more, of "jsd" three; a mark.
+    # The tensors of a chunk: both logits if they are computed here, both log-probabilities, one further tensor (three
+    # for "jsd"), one for a bias behind a soft cap, and a mark.
     tensors = {"head": 5, "top_k": 3}.get(kind, 4)
     if settings.of_rows.divergence == "jsd" and kind != "top_k":
         tensors += 2
@@ -220,7 +221,7 @@ def _with_sizes(
     # Chunks have one size with a gradient and without, so the loss has the same bits.
     is_rounded = bits < sums
     if is_rounded and hidden.is_cuda and call.workspace_bytes is None:
-        limit = max(limit, classes * head.shape[1] * bits)  # the rounded gradient of the head takes as much at the end
+        limit = max(limit, classes * head.shape[1] * bits)  # in the end the rounded gradient of the head takes as much
     # On a GPU the gradient in 16 bits waits for two chunks more: the product that adds it to the gradient of the head
     # reads and writes that as a whole.
     chunks = 3 if is_rounded and hidden.is_cuda else 1
@@ -235,8 +236,8 @@ _TILE = 128  # rows of a product's tile
 
 
 def _mean(total: Tensor, normalizer: Tensor | None, weights: Tensor | None, rows: Sequence[int]) -> Tensor:
-    """The sum over the rows divided by the normalizer or the weights. Over 0 it is infinite, but 0 / 0 is 0, as in the
-    other losses; and the gradient is 0."""
+    """The sum over the rows divided by the normalizer or the weights. A sum divided by 0 is infinite, but 0 / 0 is 0,
+    as in the other losses, and the gradient is 0."""
     if normalizer is None and weights is None:
         return total * (1 / max(1, math.prod(rows)))
     if normalizer is not None:

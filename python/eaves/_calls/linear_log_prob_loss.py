@@ -25,15 +25,16 @@ OP = "linear_log_prob_loss"
 _rescale = torch.ops.eaves.linear_cross_entropy_rescale.default
 _row_bytes = kept_row_bytes_of(ctypes.CDLL(str(EXTENSION)))
 
-# What a chunk keeps where the caller sets no limit: 2048 rows of 151,936 classes.
+# The bytes that a chunk keeps if the caller sets no limit: 2048 rows of 151,936 classes.
 _KEEP_BYTES = 600 << 20
-_ROWS = 128  # a chunk has a multiple of so many rows: whole tiles of the products
+_ROWS = 128  # the rows of a chunk are a multiple of this: whole tiles of the products
 
 LossFunction = Callable[[Tensor, "Tensor | None", slice], Tensor]
 
 
 class LogProbLossCall(NamedTuple):
-    """The arguments of eaves.linear_log_prob_loss, as they were passed; those of linear_log_prob are `of_rows`."""
+    """The arguments of eaves.linear_log_prob_loss, as they were passed. `of_rows` has the arguments of
+    linear_log_prob."""
 
     of_rows: LogProbCall
     fn: LossFunction
@@ -61,7 +62,7 @@ def _computed(call: LogProbLossCall) -> Tensor:
         raise NotImplementedError(
             f"{OP}: head is a DTensor; gather it (head.full_tensor()), or take eaves.linear_log_prob"
         )
-    multiplied, _, _ = checked_head(OP, hidden, head, of_rows.bias)  # as torch.autocast casts them
+    multiplied, _, _ = checked_head(OP, hidden, head, of_rows.bias)  # the dtypes under torch.autocast
     check_tensor(OP, "tokens", tokens)
     if hidden.dim() < 2 or tokens.shape != hidden.shape[:-1]:
         raise ValueError(
@@ -118,7 +119,7 @@ def _ends(boundaries: Sequence[int] | Tensor, count: int) -> list[int]:
 
 
 def _loss_of(fn: LossFunction, of_chunk: LogProbCall, rows: slice) -> Tensor:
-    """fn of a chunk's log-probabilities."""
+    """The loss that `fn` returns for a chunk's log-probabilities."""
     output: Any = log_probs_of(of_chunk)
     log_prob, entropy = (output, None) if isinstance(output, Tensor) else output
     loss = fn(log_prob, entropy, rows)
@@ -155,7 +156,7 @@ class _Loss(torch.autograd.Function):
         sums = of_rows.grad_weight_dtype
         grad_hidden = torch.zeros_like(hidden) if hidden.requires_grad else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and bias.requires_grad else None
-        grad_head: Tensor | None = None  # that of the first chunk, to which the others are added
+        grad_head: Tensor | None = None  # the gradient of the first chunk; the later ones are added to it
         if head.requires_grad and sums not in (None, head.dtype):
             wide_head(OP, hidden.dtype, head.dtype, sums)  # a check
             grad_head = torch.zeros_like(head, dtype=sums, memory_format=torch.contiguous_format)
@@ -167,7 +168,7 @@ class _Loss(torch.autograd.Function):
             with torch.enable_grad():
                 loss = _loss_of(fn, of_chunk._replace(hidden=hidden_of_chunk), rows)
             losses.append(loss.detach())
-            if not loss.requires_grad:  # it does not depend on these rows
+            if not loss.requires_grad:  # the loss does not depend on these rows
                 continue
             wanted = [each for each in (hidden_of_chunk, head, bias) if each is not None and each.requires_grad]
             found = dict(zip(map(id, wanted), torch.autograd.grad(loss, wanted, allow_unused=True)))

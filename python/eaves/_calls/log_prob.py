@@ -1,5 +1,6 @@
-"""Calls of log_prob and linear_log_prob: their arguments, checked here, and the ways that they take: the losses of
-cross_entropy and linear_cross_entropy for each row, with the other sign, or the chunks of _chunked/log_prob.py."""
+"""Calls of log_prob and linear_log_prob: their arguments, their checks, and the choice between two implementations. One
+is the loss of cross_entropy or linear_cross_entropy for each row, with the other sign; the other is the chunks of
+_chunked/log_prob.py."""
 
 from __future__ import annotations
 
@@ -67,8 +68,8 @@ class LogProbCall(NamedTuple):
     """The arguments of eaves.log_prob or of eaves.linear_log_prob, as they were passed."""
 
     op: str
-    logits: Any  # None of linear_log_prob
-    hidden: Any  # None of log_prob, and so are head and bias
+    logits: Any  # None for linear_log_prob
+    hidden: Any  # None for log_prob, and so are head and bias
     head: Any  # a Tensor or a torch.nn.Linear
     bias: Tensor | None
     tokens: Tensor
@@ -89,7 +90,7 @@ class LogProbCall(NamedTuple):
 
     @property
     def with_rows(self) -> tuple[str, Any]:
-        """The tensor that has the rows: its name and itself."""
+        """The tensor that has the rows: its name and the tensor."""
         return ("logits", self.logits) if self.op == "log_prob" else ("hidden", self.hidden)
 
     @property
@@ -133,7 +134,7 @@ _PLAIN = tuple(LogProbCall._field_defaults.values())  # the options of a plain c
 
 
 def _log_probs_plainly(call: LogProbCall) -> Tensor | None:
-    """The log-probabilities, if the call is a plain one (see _torch/operator.py)."""
+    """The log-probabilities; None if the call is not a plain one (see _torch/operator.py)."""
     logits, tokens = call.logits, call.tokens
     if call.op != "log_prob":
         return result_plainly(call.op, NONE, call.hidden, call.head, tokens, call.bias)
@@ -143,13 +144,13 @@ def _log_probs_plainly(call: LogProbCall) -> Tensor | None:
 
 
 def _of_loss(call: LogProbCall) -> Tensor | LogProbOutput:
-    """One token for each row, and one temperature: the loss of each row with the other sign."""
+    """The log-probabilities for one token in each row and one temperature: the loss of each row with the other sign."""
     op, (_, with_classes) = call.op, call.with_classes
 
     def checked() -> tuple[tuple[str, ...], dict[str, Any]]:
         names, tokens = output_names(op, call.outputs, LOG_PROB_OUTPUTS), call.tokens
         check_tensor(op, "tokens", tokens)
-        if tokens.dtype not in CLASS_DTYPES:  # probabilities are right for a loss
+        if tokens.dtype not in CLASS_DTYPES:  # a loss would take probabilities
             raise ValueError(f"{op}: tokens has dtype {name_of(tokens.dtype)}, expected int64 or int32")
         scale, softcap = tempered(op, call.temperature, call.scale, call.softcap)
         return names, {
@@ -178,7 +179,7 @@ def _of_loss(call: LogProbCall) -> Tensor | LogProbOutput:
         return log_prob_of(output)
     is_ignored = ~counts_of(call.tokens, call.ignore_index)
     loss, *others = output
-    # cross_entropy gives these of ignored rows too.
+    # cross_entropy returns these outputs for ignored rows too.
     found = [
         (each == call.tokens) & ~is_ignored if name == "is_top1" else each.masked_fill(is_ignored, 0)
         for name, each in zip(names, others)
@@ -189,7 +190,7 @@ def _of_loss(call: LogProbCall) -> Tensor | LogProbOutput:
 def tempered(
     op: str, temperature: object, scale: float | None, softcap: float | None
 ) -> tuple[float | None, float | None]:
-    """scale and softcap of z', which the temperature divides: softcap / T * tanh((scale / T) * z / (softcap / T))."""
+    """scale and softcap of z' divided by the temperature: softcap / T * tanh((scale / T) * z / (softcap / T))."""
     if temperature is None:
         return scale, softcap
     divisor = number_of(op, "temperature", temperature, *RANGES["scale"])
@@ -295,7 +296,7 @@ def _computed(call: LogProbCall, shard: ShardArguments | None) -> Tensor | LogPr
     settings = Settings(op, scale, softcap, ignore_index, outputs, call.inplace_backward, of_head, ranks)
     with torch.autocast(x.device.type, enabled=False):
         found = losses_of(settings, Rows.of(chosen, is_absent, divisors), x, head, bias)
-        # 0 of ignored places, where a minus would make -0.
+        # Ignored places get 0; a minus would make it -0.
         log_prob = 0 - found[0][:, : chosen.shape[1]].masked_fill(is_absent, 0).view(tokens.shape)
         if not names:
             return log_prob
@@ -318,7 +319,7 @@ def _check_logits(op: str, logits: Tensor, may_be_empty: bool) -> None:
 
 
 def _head_options(call: LogProbCall, hidden: Tensor, head: Tensor) -> HeadOptions:
-    """The options that linear_log_prob alone has."""
+    """The options that only linear_log_prob has."""
     op = call.op
     check_algorithm(op, call.algorithm, call.workspace_bytes, call.keep_bytes)
     if call.algorithm in ("speed", "keep"):

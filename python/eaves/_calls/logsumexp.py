@@ -1,4 +1,4 @@
-"""A call of logsumexp: its arguments, checked here."""
+"""A call of logsumexp: its arguments and their checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call of lrpe_cosine: its arguments, checked here."""
+"""A call of lrpe_cosine: its arguments and their checks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def heads_first_of(layout: object) -> bool:
 
 
 def activation_of(activation: object, activation_dim: object) -> tuple[int, int]:
-    """The number of the activation, and the axis of a softmax; without one FEATURES."""
+    """The number of the activation, and the axis of a softmax; FEATURES for another activation."""
     kind = ACTIVATIONS.get(activation) if isinstance(activation, str) else None
     if kind is None:
         error = ValueError if isinstance(activation, str) else TypeError
@@ -84,7 +84,7 @@ def activation_of(activation: object, activation_dim: object) -> tuple[int, int]
 
 
 def _check_x(x: Tensor, heads_first: bool) -> tuple[int, int, int]:
-    """Its batch entries, positions and heads."""
+    """Checks x. Returns the numbers of its batch entries, positions and heads."""
     check_tensor(OP, "x", x)
     check_dtype_of(OP, "x", x, _X_DTYPES, "a floating-point type")
     if x.dim() != 4:
@@ -104,7 +104,7 @@ def _check_theta(theta: Tensor, x: Tensor, heads: int) -> None:
 
 
 def _check_grid(grid: Sequence[int] | None, extra_tokens: int, length: int) -> tuple[Sequence[int], int]:
-    """The sizes of the grid, none for one axis; and the extra tokens."""
+    """The sizes of the grid, empty without a grid, and the number of extra tokens."""
     extra_tokens = index_of(OP, "extra_tokens", extra_tokens)
     if not 0 <= extra_tokens <= length:
         raise ValueError(f"{OP}: extra_tokens is {extra_tokens}, expected 0 to the number of positions, {length}")
@@ -128,7 +128,7 @@ def _check_grid(grid: Sequence[int] | None, extra_tokens: int, length: int) -> t
 
 
 def _offset_of(offset: int | Tensor, x: Tensor, batch: int) -> tuple[int, Tensor | None]:
-    """The offset as a number, and as a tensor."""
+    """The offset as a number, and as a tensor or None."""
     if isinstance(offset, Tensor):
         _check_integers("offset", offset, x)
         if offset.numel() != 1 and tuple(offset.shape) != (batch,):

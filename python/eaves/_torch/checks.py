@@ -1,4 +1,4 @@
-"""Checks of arguments, which raise the sentences of the core's checks."""
+"""Checks of arguments. Their errors have the words of the core's checks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _NAMES = {
 
 
 def said(op: str, sentence: str) -> str:
-    """The message of an error: a sentence in which the core's names of arguments stand in backticks
-    (include/eaves/error.h), in the names of `op` and without backticks."""
+    """The message of an error. `sentence` has the core's names of arguments in backticks (include/eaves/error.h); the
+    message has the names that `op` uses, without backticks."""
     words = enumerate(sentence.split("`"))
     return f"{op}: {''.join([name_in(op, word) if place % 2 else word for place, word in words])}"
 
@@ -52,11 +52,12 @@ def name_of_rows(op: str) -> str:
 
 
 def check_tensor(op: str, name: str, value: Any) -> None:
-    """Raises TypeError where `value` is no tensor, NotImplementedError where it is one that eaves does not have."""
+    """Raises TypeError if `value` is no tensor, NotImplementedError if eaves does not support its kind, rank or
+    dtype."""
     kind = type(value)
     if kind is not Tensor and kind is not torch.nn.Parameter:
         _check_kind(op, name, value)
-    if value.is_nested:  # it has no shape to look at
+    if value.is_nested:  # a nested tensor has no shape
         raise NotImplementedError(said(op, f"`{name}` is {kind_of(value)}, {DENSE}"))
     if value.dim() > MAX_RANK:
         raise NotImplementedError(said(op, f"`{name}` has {value.dim()} axes, expected at most {MAX_RANK}"))
@@ -66,8 +67,8 @@ def check_tensor(op: str, name: str, value: Any) -> None:
 
 
 def check_device(op: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
-    """Raises ValueError where the two are on different devices. The dispatcher does not look: of a tensor on the CPU
-    and one on the device "meta" it makes a result without values."""
+    """Raises ValueError if the two tensors are on different devices. The dispatcher does not check this: for a tensor
+    on the CPU and one on the device "meta" it returns a result without values."""
     if tensor.device != reference.device:
         hint = "; if accelerate offloads it, keep it on a device (device_map)"
         is_offloaded = tensor.is_meta and isinstance(tensor, torch.nn.Parameter)
@@ -78,7 +79,7 @@ def check_device(op: str, name: str, tensor: Tensor, reference_name: str, refere
 
 
 def check_beside(op: str, name: str, value: Any, reference_name: str, reference: Tensor) -> None:
-    """check_tensor, and on the device of another."""
+    """check_tensor, then check_device against the reference."""
     check_tensor(op, name, value)
     check_device(op, name, value, reference_name, reference)
 
@@ -109,16 +110,16 @@ def _check_kind(op: str, name: str, value: object) -> None:
 
 
 def is_distributed(tensor: object) -> bool:
-    """True for a DTensor. None can be there before its module is."""
+    """True for a DTensor. No DTensor exists before its module is imported."""
     kind = type(tensor)
-    if kind is Tensor or kind is torch.nn.Parameter:  # asked in each call
+    if kind is Tensor or kind is torch.nn.Parameter:  # the common case comes first, because each call asks
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_foreign(tensor: object) -> bool:
-    """Whether it is of a class that is not PyTorch's, which may keep the numbers in another form."""
+    """Whether the tensor's class is not PyTorch's. Such a class may store its numbers in another form."""
     kind = type(tensor)
     is_plain = kind is Tensor or kind is torch.nn.Parameter
     return not is_plain and isinstance(tensor, Tensor) and not kind.__module__.startswith("torch.")
@@ -133,13 +134,13 @@ def refuse_foreign(op: str, name: str, tensor: Tensor, error: Exception | None =
 
 
 def check_not_packed(op: str, name: str, head: Tensor) -> None:
-    """Shape and dtype of a head in the integers of a quantisation say nothing about its numbers."""
+    """Refuses a quantised head that stores integers: their shape and dtype say nothing about the head's numbers."""
     if not head.is_floating_point() and is_foreign(head):
         refuse_foreign(op, name, head)
 
 
 def explain(op: str, error: Exception, **tensors: object) -> None:
-    """Raises a refusal in place of an error that comes of a tensor whose class has operators of its own."""
+    """Raises a refusal in place of `error` if one of the tensors has a foreign class with operators of its own."""
     if isinstance(error, (ValueError, torch.OutOfMemoryError)) or str(error).startswith(f"{op}: "):
         return
     for name, tensor in tensors.items():
@@ -149,7 +150,7 @@ def explain(op: str, error: Exception, **tensors: object) -> None:
 
 
 def check_dtype(op: str, dtype: object, *expected: torch.dtype) -> None:
-    """Raises TypeError where the argument `dtype` is none, ValueError where it is not an expected one."""
+    """Raises TypeError if `dtype` is no torch.dtype, ValueError if it is not one of `expected`."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{op}: dtype is {dtype!r}, expected a torch.dtype")
     if dtype not in expected:
@@ -162,10 +163,11 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def axes_of(op: str, x: Tensor, dim: int | Sequence[int]) -> tuple[int, ...]:
-    """The axes of x that `dim`, one axis or several, names; none are all.
+    """The axes of x that `dim` names, one axis or several. An empty result means all axes.
 
-    Raises TypeError for what is no axis, ValueError for an axis that x does not have, or that is there twice. The core
-    checks the same, but it sees neither a fake tensor nor, under torch.vmap, which axis is the batch.
+    Raises TypeError if `dim` is no int and no sequence of ints, ValueError for an axis that x does not have or that
+    `dim` names twice. The core makes the same checks, but it sees no fake tensors, and under torch.vmap it does not
+    know which axis is the batch.
     """
     if type(dim) is int:
         axes: tuple[int, ...] = (dim,)
@@ -198,7 +200,7 @@ def refuse_gradient(op: str, name: str, tensor: Tensor) -> None:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of a dtype are kept in, and losses are returned in."""
+    """The dtype of sums over numbers of `dtype`, and of the losses that are returned."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -208,12 +210,12 @@ def check_bool(op: str, name: str, value: object) -> None:
 
 
 def number_of(op: str, name: str, value: object, low: float, high: float, expected: str) -> float:
-    """`value` as a float in [low, high], an infinite bound itself excluded.
+    """`value` as a float in [low, high]. An infinite bound is not part of the interval.
 
-    Raises TypeError where it is no number, ValueError where it is another one.
+    Raises TypeError if `value` is no number, ValueError if it is not in the interval.
     """
-    # A float or an int may be a symbol of torch.compile, which follows neither hasattr nor math.isinf of one; in
-    # torch.export a symbol has a type of its own.
+    # A float or an int may be a symbol of torch.compile, which traces neither hasattr nor math.isinf of a symbol. In
+    # torch.export symbols have types of their own.
     number: Any = value
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         number = torch.sym_float(value)  # type: ignore[no-untyped-call]
@@ -223,9 +225,9 @@ def number_of(op: str, name: str, value: object, low: float, high: float, expect
             raise TypeError(f"{op}: {name} is {value!r}, expected {expected}")
         try:
             number = float(number)
-        except OverflowError:  # of an int
+        except OverflowError:  # an int may be too large for a float
             number = math.inf
-        except (TypeError, ValueError):  # of an array
+        except (TypeError, ValueError):  # an array of several elements
             raise TypeError(f"{op}: {name} is a {type(value).__name__}, expected {expected}") from None
     if not (low <= number <= high and -math.inf < number < math.inf):
         raise ValueError(f"{op}: {name} is {value_for_message(value)}, expected {expected}")
@@ -233,15 +235,15 @@ def number_of(op: str, name: str, value: object, low: float, high: float, expect
 
 
 def value_for_message(value: object) -> str:
-    """torch.compile writes no symbol into a message."""
+    """The value for an error's message. torch.compile cannot write a symbol into a message."""
     return "out of range" if torch.compiler.is_compiling() else repr(value)
 
 
-_LARGEST_INDEX = 2**63 - 1  # of an int of the extension
+_LARGEST_INDEX = 2**63 - 1  # the extension takes ints of 64 bits
 
 
 def index_of(op: str, name: str, value: object) -> int:
-    """`value` as an int of 64 bits. Raises TypeError where it is no integer, ValueError where it is a larger one."""
+    """`value` as an int of 64 bits. Raises TypeError if it is no integer, ValueError if 64 bits do not hold it."""
     index: Any = value
     if type(value) is not int and not isinstance(value, torch.SymInt):
         if isinstance(value, (bool, Tensor)):

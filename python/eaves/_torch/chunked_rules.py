@@ -1,4 +1,4 @@
-"""The operators of heads in chunks of rows for the tracers of torch: fake implementations."""
+"""Fake implementations, for the tracers of torch, of the operators of heads in chunks of rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ add_product = torch.ops.eaves.add_product.default
 divergence_forward = torch.ops.eaves.divergence_forward.default
 divergence_backward = torch.ops.eaves.divergence_backward.default
 
-STATISTICS = 10  # of a row, see DivergenceStatistic in src/ops/divergence/divergence.h
+STATISTICS = 10  # the statistics of a row, see DivergenceStatistic in src/ops/divergence/divergence.h
 
 refuse_lost_derivatives("linear_kl_div", add_product, divergence_forward, divergence_backward)
 

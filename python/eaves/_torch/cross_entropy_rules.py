@@ -18,7 +18,7 @@ _backward = torch.ops.eaves.cross_entropy_backward.default
 
 Forward, Backward = record_of(_forward), record_of(_backward)
 
-# What torch.compile and other tracers ask: shapes, strides and dtypes of the outputs.
+# Fake implementations: tracers such as torch.compile ask for the shapes, strides and dtypes of the outputs.
 
 
 def row_shape(logits: Tensor, axis: int) -> list[int]:
@@ -34,7 +34,7 @@ def _(*arguments: Any) -> list[Tensor]:
 
 @register_fake("cross_entropy_forward_backward")
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    given = Forward(*arguments)  # it takes the same
+    given = Forward(*arguments)  # it takes the arguments of the forward
     logits, outputs = given.logits, given.outputs
     made = empty_outputs(logits, row_shape(logits, given.class_axis), given.reduction, outputs)
     dtype = accumulator_dtype(logits.dtype)
@@ -53,11 +53,11 @@ def _(*arguments: Any) -> Tensor:
     return torch.empty_like(Backward(*arguments).logits)
 
 
-# Batching rules: the batch becomes the first axis of the rows, whose losses are then reduced for each sample.
+# Batching rules: the batch becomes the first axis of the rows. The losses of the rows are then reduced for each sample.
 
 
 def _in_one(info: Any, given: Any, axes: Any) -> Any:
-    """in_one, with the axis of the classes as it is then."""
+    """in_one, with the class axis counted from the end, because the batch is a new first axis."""
     of_all, axis = in_one(info, given, axes), given.class_axis
     return of_all._replace(class_axis=axis if axis < 0 else axis - (of_all.logits.dim() - 1))
 
@@ -68,7 +68,7 @@ def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[list
     if axes.class_weight is not None:  # each sample has its own weights
         return of_each(_forward, info, in_dims, *arguments)
     of_all = _in_one(info, given, axes)
-    # The divisor is the samples' own.
+    # Each sample has its own divisor.
     results = _forward(*of_all._replace(normalizer=None, reduction=NONE, outputs=given.outputs & ~DIVISOR))
     tensors = reduce_samples(results, given.outputs, given.reduction, divisors_of(of_all, results[0]))
     return tensors, [0] * len(tensors)

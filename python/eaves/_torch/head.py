@@ -1,4 +1,4 @@
-"""Checks of a head: its tensors, as they are multiplied, and the options of its gradient."""
+"""Checks of a head: the tensors of its product, and the options of its gradient."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from eaves._torch.linear_cross_entropy_rules import WIDE_HEAD
 from eaves._torch.options import RESULT_DTYPES, limit_of, refuse_numbers
 from eaves._torch.transforms import is_transforming
 
-# Scratch memory of a call, in bytes, where none is given.
+# The scratch memory of a call in bytes, if the caller sets no limit.
 _WORKSPACE_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
 
 
 class Product(NamedTuple):
-    """Hidden states, [rows, features], and a head, as they are multiplied, but for the dtype of a float32 head under
-    torch.autocast."""
+    """The operands of a head's product: hidden states, [rows, features], head and bias. Under torch.autocast a float32
+    head keeps its dtype until `as_multiplied` casts it."""
 
     hidden: Tensor
     head: Tensor
@@ -43,14 +43,14 @@ class Product(NamedTuple):
 
 
 def check_dense(op: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
-    """Is it a dense tensor on the device of another?"""
+    """Checks that `tensor` is dense and on the device of the reference."""
     check_beside(op, name, tensor, reference_name, reference)
     if tensor.layout != torch.strided or tensor.device.type not in _WORKSPACE_BYTES:
         raise NotImplementedError(said(op, f"`{name}` is {tensor.layout} on {tensor.device.type}, {DENSE}"))
 
 
 def check_floating(op: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
-    """Is it a dense tensor of floating-point numbers, on the device of another?"""
+    """check_dense, and checks that `tensor` has floating-point numbers."""
     check_dense(op, name, tensor, reference_name, reference)
     if not tensor.is_floating_point():
         check_not_packed(op, name, tensor)
@@ -58,8 +58,8 @@ def check_floating(op: str, name: str, tensor: Tensor, reference_name: str, refe
 
 
 def refuse_zero3(op: str, **head: Tensor | None) -> None:
-    """Raises NotImplementedError if ZeRO-3 has a tensor of the head in pieces. For the forward, and for a backward that
-    reads the head or gives it a gradient."""
+    """Raises NotImplementedError if ZeRO-3 has cut a tensor of the head into pieces. The forward calls this, and so
+    does a backward that reads the head or gives it a gradient."""
     for name, each in head.items():
         if each is not None and each.numel() == 0 and hasattr(each, "ds_id"):
             raise NotImplementedError(
@@ -78,9 +78,9 @@ def checked_head(
     dense: tuple[str, Tensor] | None = None,
     may_be_empty: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The arguments that are called `names`, as they are multiplied, but for the dtype of a float32 head under
-    torch.autocast. With `dense`, the name of a tensor and itself, for PyTorch's own operators: they are dense, and lie
-    on its device. The core checks that itself."""
+    """The checked operands of a product, as in Product. `names` are their names in messages. Callers that multiply with
+    PyTorch's own operators pass `dense`, the name of a tensor and the tensor: the operands are then checked to be dense
+    and on its device. The core makes this check itself."""
     of_hidden, of_head, of_bias = names
     if dense is not None:
         for name, tensor in zip(names, (hidden, head) if bias is None else (hidden, head, bias)):
@@ -96,7 +96,7 @@ def checked_head(
             check_device(op, of_head, head, of_hidden, hidden)
         if bias is not None:
             check_beside(op, of_bias, bias, of_hidden, hidden)
-    device = "cpu" if hidden.is_cpu else hidden.device.type  # which costs a small call 0.3 us
+    device = "cpu" if hidden.is_cpu else hidden.device.type  # device.type costs a small call 0.3 us
     is_cast = device in _WORKSPACE_BYTES and torch.is_autocast_enabled(device)
     if is_cast:
         hidden, head, bias = _autocast(hidden, head, bias)
@@ -131,30 +131,30 @@ def checked_head(
 
 
 def _is_matrix(head: Tensor) -> bool:
-    """Does it have unit stride along one axis, and no line that lies over the next?"""
+    """Whether the head has unit stride along one axis, and its lines along that axis do not overlap."""
     (rows, columns), (row, column) = head.shape, head.stride()
     is_row_major = (column == 1 or columns == 1) and (row >= columns or rows == 1)
     return is_row_major or ((row == 1 or rows == 1) and (column >= rows or columns == 1))
 
 
 def _autocast(hidden: Tensor, head: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As torch.autocast casts what F.linear gets: floating-point numbers, but for float64. A head or a bias in float32
-    stays as it is: the bias is added in float32, and the head is cast where it is multiplied, or autograd would round
-    its gradient."""
+    """Casts the operands as torch.autocast casts those of F.linear: floating-point numbers other than float64. A head
+    or a bias in float32 stays as it is. The bias is added in float32. The head is cast only for the product, or
+    autograd would round its gradient."""
     dtype = torch.get_autocast_dtype(hidden.device.type)
 
     def cast(tensor: Tensor, *but_for: torch.dtype) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype not in but_for else tensor
 
     hidden = cast(hidden, torch.float64)
-    if hidden.dtype == torch.float64:  # refused further down, in the dtypes that were passed
+    if hidden.dtype == torch.float64:  # refused later, with the dtypes that the caller passed
         return hidden, head, bias
     head = cast(head, torch.float64, torch.float32)
     return hidden, head, None if bias is None else cast(bias, torch.float64, torch.float32)
 
 
 def workspace_of(op: str, workspace_bytes: int | None, device: torch.device) -> int:
-    """The scratch memory that chunks are cut for, in bytes."""
+    """The scratch memory in bytes that the size of the chunks is chosen for."""
     if workspace_bytes is None:
         return _WORKSPACE_BYTES[device.type]
     return limit_of(op, workspace_bytes)
@@ -164,7 +164,7 @@ _ALGORITHMS = ("auto", "speed", "memory", "recompute", "keep")
 
 
 def check_algorithm(op: str, algorithm: object, workspace_bytes: object, keep_bytes: object = None) -> None:
-    """The checks of a call, of these three."""
+    """The checks that a call makes of these three options."""
     if algorithm_of(op, algorithm) == "keep" or keep_bytes is not None:
         keep_bytes_of(op, algorithm, keep_bytes, False)
     if workspace_bytes is not None:
@@ -172,7 +172,7 @@ def check_algorithm(op: str, algorithm: object, workspace_bytes: object, keep_by
 
 
 def keep_bytes_of(op: str, algorithm: object, keep_bytes: object, is_shard: bool) -> int:
-    """The most bytes that a forward keeps for the backward; -1: what all rows take."""
+    """The most bytes that a forward keeps for the backward; -1 is room for all rows."""
     if algorithm not in ("keep", "auto"):
         raise ValueError(
             f'{op}: keep_bytes is {keep_bytes!r}, expected None with algorithm "{algorithm}"; pass algorithm="keep"'
@@ -196,8 +196,8 @@ def algorithm_of(op: str, algorithm: object) -> str:
 
 
 def wide_head(op: str, multiplied: torch.dtype, passed: torch.dtype, grad_weight_dtype: object) -> int:
-    """The bit that says that the gradient of the head is summed in the dtype of the loss. `multiplied` is the dtype
-    of the product's factors, `passed` that of the head."""
+    """The bit that says that the gradient of the head is summed in the dtype of the loss. `multiplied` is the dtype of
+    the product's factors, `passed` the dtype of the head."""
     if grad_weight_dtype is None:
         return WIDE_HEAD if passed != multiplied else 0
     if not isinstance(grad_weight_dtype, torch.dtype):
@@ -220,7 +220,8 @@ def check_grad_weight_out(
     wide: torch.dtype,
     is_compiling: bool,
 ) -> int:
-    """May the gradient of the head be added to it? Returns the bit of its dtype."""
+    """Raises an error if the gradient of the head cannot be added to `out`. Returns WIDE_HEAD if `out` has the dtype of
+    the loss and the product does not, else 0."""
     check_tensor(op, "grad_weight_out", out)
     if is_compiling or is_transforming():
         raise NotImplementedError(
@@ -242,29 +243,30 @@ def check_grad_weight_out(
 
 
 def check_overlap(op: str, out: Tensor, read: Mapping[str, object]) -> None:
-    """Refuses a grad_weight_out that overlaps a tensor of the call: "speed" adds with torch, which does not look."""
+    """Refuses a grad_weight_out that overlaps a tensor of the call: "speed" adds with torch, which does not check for
+    overlap."""
     for name, tensor in read.items():
         if isinstance(tensor, Tensor) and _shares_memory(out, tensor):
             raise ValueError(said(op, f"`grad_weight_out` overlaps `{name}`, expected memory of its own"))
 
 
 def _shares_memory(out: Tensor, other: Tensor) -> bool:
-    """Whether a byte of `out`, a matrix with unit stride, is one of `other` too. Columns of one buffer are told apart;
-    what else is entangled counts as shared."""
+    """Whether `out`, a matrix with unit stride, and `other` share a byte. Separate columns of one buffer do not share;
+    any other interleaving counts as sharing."""
     if other.layout != torch.strided or out.device != other.device or other.numel() == 0:
         return False
     if "meta" in (out.untyped_storage().device.type, other.untyped_storage().device.type):
-        return False  # of a fake tensor, which has no bytes
+        return False  # a fake tensor has no bytes
     begin, other_begin = out.data_ptr(), other.data_ptr()
     if begin == 0 or other_begin == 0:
-        return False  # of a subclass that keeps its bytes elsewhere
+        return False  # a subclass keeps its bytes elsewhere
     run, row = out.shape[1] * out.itemsize, out.stride(0) * out.itemsize
     axes = [(size - 1, stride * other.itemsize) for size, stride in zip(other.shape, other.stride())]
     distance = other_begin - begin
     last = distance + sum(steps * stride for steps, stride in axes) + other.itemsize
     if last <= 0 or distance >= (out.shape[0] - 1) * row + run:
         return False
-    # From row to row of `out` the same again: where in a row does `other` lie?
+    # The rows of `out` repeat at one distance, so it is enough to see which part of a row `other` covers.
     row = max(row, run)
     extent = sum(steps * stride for steps, stride in axes if stride % row) + other.itemsize
     return not (run <= distance % row and distance % row + extent <= row)

@@ -18,10 +18,10 @@ from eaves._torch.samples import divisors_of, in_one, reduce_samples, row_gradie
 _forward = torch.ops.eaves.linear_cross_entropy_forward.default
 _backward = torch.ops.eaves.linear_cross_entropy_backward.default
 
-# The gradients that a call computes, as bits; those of python/csrc/linear_cross_entropy.cpp, in the order in which the
-# extension gives them.
+# The gradients that a call computes, as the bits of python/csrc/linear_cross_entropy.cpp, in the order in which the
+# extension returns them.
 OF_HIDDEN, OF_HEAD, OF_BIAS = GRADIENTS = (1, 2, 4)
-WIDE_HEAD = 8  # no gradient: that of the head in the dtype of the loss
+WIDE_HEAD = 8  # an option, not a gradient: the head's gradient has the dtype of the loss
 
 Forward, Backward = record_of(_forward), record_of(_backward)
 _ForwardBackward = record_of(torch.ops.eaves.linear_cross_entropy_forward_backward.default)
@@ -33,12 +33,13 @@ options_of = attrgetter(*Forward._fields[OPTIONS])
 
 
 def in_places(computed: Sequence[Tensor], bits: int) -> list[Tensor | None]:
-    """The gradients that the bits name, which are all there are in `computed`, each in its place."""
+    """The three gradients in their order, None for a gradient that `bits` does not name. `computed` has only the named
+    ones."""
     remaining = iter(computed)
     return [next(remaining) if bits & bit else None for bit in GRADIENTS]
 
 
-# What torch.compile and other tracers ask: shapes, strides and dtypes of the outputs.
+# Fake implementations: tracers such as torch.compile ask for the shapes, strides and dtypes of the outputs.
 
 
 def empty_gradients(given: Any) -> list[Tensor]:
@@ -62,7 +63,7 @@ def empty_bias_gradient(hidden: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def empty_backward(given: Any) -> tuple[Tensor, ...]:
-    """The three gradients, without elements where one is not computed."""
+    """The three gradients. A gradient that is not computed has no elements."""
     made = in_places(empty_gradients(given), given.gradients)
     return tuple(given.hidden.new_empty(0) if each is None else each for each in made)
 
@@ -103,8 +104,8 @@ def _(*_: Any) -> None:
     pass
 
 
-# Batching rules: where only rows have a batch, it becomes their first axis, and their losses are reduced for each
-# sample. Where each sample has its own head, or wants its own gradient of one, there is one call for each.
+# Batching rules: if only the rows have a batch, it becomes their first axis, and their losses are reduced for each
+# sample. If each sample has its own head, or its own gradient of the head, each sample takes a call.
 
 
 def _have_own_head(axes: Any) -> bool:
@@ -112,7 +113,7 @@ def _have_own_head(axes: Any) -> bool:
 
 
 def _in_one(info: Any, given: Any, axes: Any) -> Any:
-    """in_one, with the rows of probabilities at one distance."""
+    """in_one, with contiguous probabilities, so that their rows have one stride."""
     of_all = in_one(info, given, axes)
     targets = of_all.targets
     return of_all._replace(targets=targets.contiguous() if targets.is_floating_point() else targets)

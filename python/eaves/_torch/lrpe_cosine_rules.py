@@ -16,7 +16,7 @@ _forward = torch.ops.eaves.lrpe_cosine_forward.default
 _forward_lse = torch.ops.eaves.lrpe_cosine_forward_lse.default
 _backward = torch.ops.eaves.lrpe_cosine_backward.default
 
-# What torch.compile and other tracers ask: shapes, strides and dtypes of the outputs.
+# Fake implementations: tracers such as torch.compile ask for the shapes, strides and dtypes of the outputs.
 
 
 @register_fake("lrpe_cosine_forward")
@@ -41,19 +41,19 @@ def _(grad_out: Tensor, x: Tensor | None, theta: Tensor, *arguments: Any) -> tup
     return grad_out.new_empty(shape), theta.new_empty(theta.shape if wants_theta else 0)
 
 
-# Batching rules: samples with one theta are entries of one batch; where each has its own, or a gradient of its own of
-# theta, there is a call for each.
+# Batching rules: samples that share theta and cu_seqlens are entries of one batch. If each sample has its own theta,
+# its own cu_seqlens or its own gradient of theta, each sample takes a call.
 
 
 class _Fold:
-    """Samples of batches as one batch, and back."""
+    """Folds the batches of all samples into one batch, and unfolds a result."""
 
     def __init__(self, info: Any, batch: int) -> None:
         self.samples: int = info.batch_size
         self.batch = batch
 
     def __call__(self, tensor: Tensor | None, axis: int | None) -> Tensor | None:
-        """A tensor whose first axis is the batch."""
+        """Folds a tensor whose first axis is the batch."""
         if tensor is None:
             return None
         tensor = tensor.expand(self.samples, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
@@ -65,7 +65,7 @@ class _Fold:
         if axis is None:
             return self(tensor, None)
         tensor = tensor.movedim(axis, 0)
-        rows = tensor.reshape(self.samples, tensor.shape[1:].numel())  # -1 has no meaning where there are no samples
+        rows = tensor.reshape(self.samples, tensor.shape[1:].numel())  # -1 has no meaning without samples
         return rows.expand(self.samples, self.batch).reshape(-1)
 
     def positions(self, tensor: Tensor | None, axis: int | None) -> Tensor | None:
@@ -83,12 +83,12 @@ class _Fold:
 
 
 def _batch_of(tensor: Tensor, axis: int | None) -> int:
-    """The batch entries of each sample."""
+    """The number of batch entries of each sample."""
     return tensor.shape[0] if axis is None else tensor.movedim(axis, 0).shape[1]
 
 
 def _of_each(info: Any, in_dims: Sequence[Any], overload: Any, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-    """A call for each sample: its results, and where their samples are."""
+    """Calls the operator for each sample. Returns the stacked results and their batch axes."""
     if info.batch_size == 0:
         return _of_none(in_dims, overload, tensors, options)
     results = []
@@ -100,7 +100,7 @@ def _of_each(info: Any, in_dims: Sequence[Any], overload: Any, tensors: Sequence
 
 
 def _of_none(in_dims: Sequence[Any], overload: Any, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-    """The results of no samples, which have the shapes and dtypes of those of one."""
+    """The results for no samples: a batch of 0 in front of the shape of one sample's result, in its dtype."""
 
     def sample(tensor: Tensor | None, axis: int | None) -> Tensor | None:
         if tensor is None:

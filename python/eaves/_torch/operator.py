@@ -1,9 +1,9 @@
 """Calls of the extension's operators, by an autograd.Function or without one, and the extension's errors.
 
-An operator is one or more functions of the extension, a fake implementation and a batching rule for each, and where it
-has a gradient a torch.autograd.Function outside of them. The Function stands outside because that is cheaper for each
-call than registering a gradient, and torch.compile traces it. A program of torch.export contains the forward's operator
-alone, so that one has the Function registered too (`give_derivative`).
+An operator consists of one or more functions of the extension, with a fake implementation and a batching rule for each.
+If it has a gradient, a torch.autograd.Function calls these functions from outside: a call then costs less than with a
+registered gradient, and torch.compile traces the Function. A program of torch.export contains only the operator of the
+forward, so the Function is registered for that operator too (`give_derivative`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def dispatch(
     *arguments: object,
     number_tensor: Tensor | None = None,
 ) -> Any:
-    """`function.apply(*arguments)` where a derivative with respect to one of `tensors` is asked for, else
-    `overload(*arguments)`, which is the same without a graph. A function whose operator takes floats has two arguments
-    more than that, the `number_tensor` and `op`."""
+    """`function.apply(*arguments)` if a derivative with respect to one of `tensors` may be needed (`needs_function`),
+    else `overload(*arguments)`, which computes the same without a graph. If the operator takes floats, the function
+    gets two more arguments, `number_tensor` and `op`."""
     if not needs_function(*tensors):
         return call(op, overload, *arguments, number_tensor=number_tensor)
     has_numbers = overload in with_number_tensor
@@ -43,14 +43,15 @@ def dispatch(
 
 
 def apply(op: str, function: type[torch.autograd.Function], *arguments: object) -> Any:
-    """`function.apply(*arguments)`, for less of the host's time, and with the refusal of forward mode in words."""
+    """`function.apply(*arguments)`, in less of the host's time. The error for forward mode names `op` and the way
+    out."""
     if is_compiling():
         return function.apply(*arguments)  # type: ignore[no-untyped-call]
     try:
         if is_transforming():
             return function.apply(*arguments)  # type: ignore[no-untyped-call]
-        # What Function.apply comes to without torch.func, for which it looks at the signature of the forward again in
-        # each call (PyTorch 2.13, AMD EPYC: 30 us a call, so 9).
+        # Without torch.func, Function.apply ends in this call. Before it, for the sake of torch.func, it inspects the
+        # signature of the forward in each call (PyTorch 2.13, AMD EPYC: 30 us a call, this line 9).
         return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
     except NotImplementedError as error:
         if "jvp" not in str(error):
@@ -70,7 +71,7 @@ class _Bound(NamedTuple):
 
 
 class _Positional(inspect.Signature):
-    """The signature of a forward whose arguments are all given, and by their places."""
+    """The signature of a forward whose callers pass all arguments by position."""
 
     def bind(self, *args: Any, **kwargs: Any) -> Any:
         return _Bound(args, kwargs)
@@ -82,9 +83,9 @@ _Class = TypeVar("_Class", bound=type[torch.autograd.Function])
 def takes(*names: str) -> Callable[[_Class], _Class]:
     """The decorator of a Function with a setup_context, whose forward takes arguments of these names.
 
-    PyTorch 2.15 asks for the signature of a forward beside a setup_context in each call, and binds its arguments (8 of
-    13 us, AMD EPYC). Here it finds one that binds nothing. torch.compile tells by the number of parameters whether the
-    first is ctx."""
+    PyTorch 2.15 inspects the signature of such a forward in each call, and binds the arguments (8 of 13 us, AMD EPYC).
+    The decorator gives the forward a signature that binds nothing. The signature has all the names, because
+    torch.compile decides by the number of parameters whether the first is ctx."""
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
 
     def decorate(function: _Class) -> _Class:
@@ -94,9 +95,9 @@ def takes(*names: str) -> Callable[[_Class], _Class]:
     return decorate
 
 
-# A plain call has no options, and nothing but PyTorch's eager mode follows it. Its arguments go to the extension
-# unchecked: the extension checks the same things. The checks of the caller know the user's words, and cost half of a
-# small call, so they are made where the extension refuses (`Refused`).
+# A plain call has no options, and only PyTorch's eager mode follows it. Its arguments go to the extension unchecked:
+# the extension makes the same checks. The checks in Python name the arguments as the user does, but they take half the
+# time of a small call. They run only after the extension refuses the arguments (`Refused`).
 
 
 class Refused(Exception):
@@ -104,7 +105,8 @@ class Refused(Exception):
 
 
 def are_defaults(options: Sequence[object], defaults: Sequence[object]) -> bool:
-    """Whether each option has its default. One that is equal and of another type has not: it has its own checks."""
+    """Whether each option has its default. An equal option of another type is no default, because that type has its own
+    checks."""
     for option, default in zip(options, defaults):
         if option is not default and (type(option) is not type(default) or option != default):
             return False
@@ -115,8 +117,8 @@ _PLAIN_KINDS = (Tensor, torch.nn.Parameter)
 
 
 def is_eager(x: Any, y: Any) -> bool:
-    """Whether eager PyTorch alone follows a call of two tensors on the CPU or on GPUs: neither has a class of its own,
-    and no tracer or transform is active. Outside of torch.compile only."""
+    """Whether only eager PyTorch follows a call of two tensors: both are on the CPU or both on GPUs, neither has a
+    class of its own, and no tracer or transform is active. Not for use under torch.compile."""
     return (
         type(x) in _PLAIN_KINDS
         and type(y) in _PLAIN_KINDS
@@ -128,19 +130,19 @@ def is_eager(x: Any, y: Any) -> bool:
 
 def is_one(upstream: Tensor) -> bool:
     """Whether an upstream gradient without a batch is known to be 1, as in `loss.backward()`. On the CPU the host reads
-    a number faster than it calls the operator that multiplies by it. Outside of torch.compile only."""
+    a number faster than it calls the operator that multiplies by it. Not for use under torch.compile."""
     is_readable = type(upstream) is Tensor and upstream.is_cpu and upstream.dim() == 0 and not is_in_dispatch_mode()
     return is_readable and upstream.item() == 1
 
 
 def apply_plainly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`apply` of a function for plain calls alone, which looks for no transform and no tracer."""
+    """The `apply` of a function that only plain calls use. It looks for no transform and no tracer."""
     plainly: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return plainly
 
 
 def run_plainly(overload: OpOverload, *arguments: object) -> Any:
-    """`call` for the forward of a plain call. Raises Refused."""
+    """`call` for the forward of a plain call. Raises Refused if the extension raises an error."""
     try:
         with below_autograd():
             return overload(*arguments)
@@ -149,8 +151,8 @@ def run_plainly(overload: OpOverload, *arguments: object) -> Any:
 
 
 def call(op: str, overload: OpOverload, *arguments: object, number_tensor: Tensor | None = None) -> Any:
-    """Calls an operator of the extension, and raises its errors as what they are, in the name of `op`. Where there is a
-    `number_tensor`, its numbers stand for those among the arguments."""
+    """Calls an operator of the extension. The extension's errors become Python's types of errors, in the name of `op`.
+    The numbers of a `number_tensor` replace the numbers among the arguments."""
     if number_tensor is not None:
         overload, arguments = with_number_tensor[overload], (number_tensor, *arguments)
     try:
@@ -163,13 +165,13 @@ def call(op: str, overload: OpOverload, *arguments: object, number_tensor: Tenso
 
 
 def number_tensor_of(*numbers: float) -> Tensor | None:
-    """The `numbers` of an operator of the extension as a tensor on the CPU, where torch.compile has a symbol for one of
+    """The `numbers` of an operator of the extension as a tensor on the CPU, if torch.compile has a symbol for one of
     them; else None.
 
-    Of a float argument torch.compile compiles an operator again for each value. A float stays variable only as an
-    operand of tensor arithmetic, so each is multiplied by a tensor of 1.
+    torch.compile compiles an operator again for each value of a float argument. A float stays a symbol only as an
+    operand of tensor arithmetic, so each number is multiplied by a tensor of 1.
     """
-    if not is_compiling() or is_transforming():  # batching rules take numbers as numbers
+    if not is_compiling() or is_transforming():  # batching rules take no number_tensor
         return None
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
@@ -179,7 +181,7 @@ def number_tensor_of(*numbers: float) -> Tensor | None:
     return torch.stack([one * number for number in numbers])
 
 
-# The marks of python/csrc/torch_binding.h.
+# The marks that python/csrc/torch_binding.h puts in front of an error, and the errors that they become.
 _ERRORS: dict[str, type[Exception]] = {
     "eaves.InvalidArgument: ": ValueError,
     "eaves.Unsupported: ": NotImplementedError,
@@ -191,12 +193,12 @@ def _raise_as_what_it_is(op: str, error: Exception, overload: OpOverload, argume
     message = str(error)
     for mark, kind in _ERRORS.items():
         _, found, text = message.partition(mark)
-        if found:  # behind the mark is the operator of the core, logsumexp_forward where the user called logsumexp
+        if found:  # the mark precedes the core's operator: logsumexp_forward if the user called logsumexp
             raise kind(said(op, text.partition("\n")[0].partition(": ")[2])) from None
     parameters = [each.name for each in overload._schema.arguments]
     explain(op, error, **dict(zip(parameters, arguments)))
     if isinstance(error, NotImplementedError) and not message.startswith(f"{op}: "):
-        # Not our own: the dispatcher has no kernel for this kind of tensor.
+        # The error is not our own: the dispatcher has no kernel for this kind of tensor.
         kinds = sorted({kind_of(argument) for argument in arguments if isinstance(argument, Tensor)})
         raise NotImplementedError(f"{op}: the tensors are {' and '.join(kinds)}, {DENSE}") from None
     raise error
@@ -205,7 +207,7 @@ def _raise_as_what_it_is(op: str, error: Exception, overload: OpOverload, argume
 # ------------------------------------------------------------------------------------------------------------- autograd
 
 
-# What has a second derivative, in place of a function that has none.
+# For each function without a second derivative, PyTorch's functions that have one.
 _TWICE_DIFFERENTIABLE = {
     "cross_entropy": "torch.nn.functional.cross_entropy",
     "log_prob": "torch.log_softmax",
@@ -222,7 +224,7 @@ def _refuse_second_derivative(op: str) -> NoReturn:
 
 
 def gradient_function(overload: OpOverload) -> type[torch.autograd.Function]:
-    """The operator `overload`, the gradient of a loss, as a Function that has no derivative itself."""
+    """A Function of the operator `overload`, the gradient of a loss. The Function has no derivative itself."""
 
     names = [each.name for each in overload._schema.arguments if not each.has_default_value()]
 
@@ -247,7 +249,7 @@ def gradient_function(overload: OpOverload) -> type[torch.autograd.Function]:
 
 
 class _Computed(torch.autograd.Function):
-    """The result of `compute`, which depends on the tensors behind it. It has no derivative."""
+    """The result of `compute`, which depends on the tensors that follow it. The result has no derivative."""
 
     @staticmethod
     def forward(
@@ -264,7 +266,7 @@ class _Computed(torch.autograd.Function):
 def gradients_of(
     op: str, compute: Callable[[], tuple[Tensor | None, ...]], *differentiable: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The result of `compute` in a backward, of which a derivative may be wanted (create_graph=True)."""
+    """The result of `compute` in a backward. With create_graph=True the result refuses to be differentiated."""
     if not torch.is_grad_enabled():
         return compute()
     computed: tuple[Tensor | None, ...] = _Computed.apply(op, compute, *differentiable)  # type: ignore[no-untyped-call]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypedDict
 
     class LossKeywords(TypedDict, total=False):
-        """What the losses have in common, for the overloads of their functions and for their modules."""
+        """The keywords that the losses have in common, for the overloads of their functions and for their modules."""
 
         reduction: str
         label_smoothing: float
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 CLASS_DTYPES = (torch.int64, torch.int32)
 
-# The dtypes of logits and of hidden states, with those of their losses.
+# For each dtype of logits and hidden states, the dtype of the loss.
 RESULT_DTYPES = {
     dtype: accumulator_dtype(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
@@ -55,14 +55,15 @@ def refuse_numbers(op: str, name: str, tensor: Tensor, meaning: str) -> NoReturn
 
 
 def check_class_dtype(op: str, targets: Tensor, dtype: torch.dtype) -> None:
-    """`dtype` is that of logits or hidden states, which probabilities may have too."""
+    """Raises ValueError if `targets` has no dtype of classes. `dtype` is the dtype of the logits or hidden states; the
+    message names it, because probabilities may have it."""
     if targets.dtype not in CLASS_DTYPES:
         expected = f"int64 or int32 for classes, {_or_float32(dtype)} for probabilities"
         raise ValueError(said(op, f"`targets` has dtype {name_of(targets.dtype)}, expected {expected}"))
 
 
 def check_probabilities(op: str, targets: Tensor, dtype: torch.dtype, shape: Sequence[int], of: str) -> None:
-    """Targets of a floating-point type hold probabilities: have they the dtype and the shape?"""
+    """Checks the dtype and the shape of targets with a floating-point type, which hold probabilities."""
     if targets.dtype != dtype and targets.dtype != torch.float32:
         expected = f"{_or_float32(dtype)} for probabilities, or int64 or int32 for classes"
         raise ValueError(
@@ -81,11 +82,12 @@ def _or_float32(dtype: torch.dtype) -> str:
 def numbers_of(
     op: str, label_smoothing: float = 0, scale: float | None = None, softcap: float | None = None, z_loss: float = 0
 ) -> tuple[tuple[float, ...], Tensor | None]:
-    """The numbers among the options, checked, as the extension takes them, none where all are absent; and None. Where
-    torch.compile has symbols for them, none, and the tensor that stands for them.
+    """The checked numbers among the options, in the extension's order, and None. The tuple is empty if all are absent
+    in eager mode. If torch.compile has symbols for numbers, the tuple is empty too, and a tensor of the numbers is in
+    the place of None.
 
-    What is absent is 0 and not 0.0: torch.compile(dynamic=True) takes a default that is a float for one that changes,
-    and compiles twice.
+    An absent number is the int 0 and not 0.0: torch.compile(dynamic=True) treats a float default as a number that
+    changes, and compiles twice.
     """
     given = (label_smoothing, scale, softcap, z_loss)
     if not torch.compiler.is_compiling():
@@ -105,12 +107,12 @@ def numbers_of(
     return (tuple(numbers) if number_tensor is None else ()), number_tensor
 
 
-# The table of the extension, kLossOptions in src/core/loss_options.h, has the ranges, and says in which order they are.
+# The table of the extension, kLossOptions in src/core/loss_options.h, has the ranges and their order.
 _ABSENT = numbers_of.__defaults__ or ()
 NUMBERS = numbers_of.__code__.co_varnames[1 : 1 + len(_ABSENT)]
 _words, _numbers = torch.ops.eaves.loss_options()
 assert _words[::2] == [f"--{name.replace('_', '-')}" for name in NUMBERS], _words
-assert NUMBERS[0] == "label_smoothing"  # whether there is smoothing both losses ask numbers[0]
+assert NUMBERS[0] == "label_smoothing"  # both losses read the smoothing from numbers[0]
 NUMBERS_IN_WORDS = f"{', '.join(NUMBERS[:-1])} and {NUMBERS[-1]}"
 _WAYS_OUT = {"scale": "; multiply logits or hidden states by a learned one", "softcap": "; None for no soft cap"}
 _EXPECTED = [words + _WAYS_OUT.get(name, "") for name, words in zip(NUMBERS, _words[1::2])]
@@ -126,23 +128,25 @@ def _table() -> tuple[tuple[str, float, float, float, str], ...]:
     return _TABLE
 
 
-# As torch.compiler.assume_constant_result does, which would load torch._dynamo: floats of a module would be symbols.
+# Without this attribute torch.compile would take floats of this module for symbols.
+# torch.compiler.assume_constant_result sets it too, but loads torch._dynamo.
 _table._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def class_weight_of(op: str, weight: Tensor, like: Tensor, classes: int, of: str = "logits") -> Tensor:
-    """The weights of the classes, as the core takes them. `like` are logits or hidden states, and the argument `of`
-    says how many classes there are."""
+    """The weights of the classes, as the core takes them. `like` are the logits or hidden states. `of` is the name of
+    the argument that has the classes."""
     name, rows = "class_weight", name_of_rows(op)
     check_beside(op, name, weight, rows, like)
     check_dtype_of(op, name, weight, (like.dtype, torch.float32), f"that of `{rows}`, or float32")
     check_shape(op, name, weight, [classes], f"one per class of `{of}`")
     refuse_gradient(op, name, weight)
-    return weight.contiguous() if weight.layout == torch.strided else weight  # others are refused further down
+    return weight.contiguous() if weight.layout == torch.strided else weight  # other layouts are refused later
 
 
 def row_weight_of(op: str, row_weight: Tensor, like: Tensor, rows: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The weights of the rows, as the core takes them. `like` are logits or hidden states, `dtype` is the loss's."""
+    """The weights of the rows, as the core takes them. `like` are the logits or hidden states, `dtype` is the dtype of
+    the loss."""
     name = name_of_rows(op)
     check_beside(op, "row_weight", row_weight, name, like)
     if row_weight.shape != tuple(rows):
@@ -152,13 +156,13 @@ def row_weight_of(op: str, row_weight: Tensor, like: Tensor, rows: Sequence[int]
 
 
 def normalizer_of(op: str, normalizer: object, mode: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One number on the device, without waiting for it."""
+    """The normalizer as one number on the device. The host does not wait for the device."""
     if mode != MEAN:
         raise ValueError(f'{op}: normalizer is given, but only the mean divides: expected reduction="mean"')
     if not isinstance(normalizer, Tensor):
         expected = f"a number that is not negative and that {name_of(dtype)} has, or a tensor of one"
         number = number_of(op, "normalizer", normalizer, 0, torch.finfo(dtype).max, expected)
-        if torch.compiler.is_compiling():  # so that it stays variable, see number_tensor_of
+        if torch.compiler.is_compiling():  # the number stays a symbol, see number_tensor_of
             return torch.ones((), dtype=dtype, device=device) * number
         return torch.full((), number, dtype=dtype, device=device)
     check_tensor(op, "normalizer", normalizer)

@@ -17,11 +17,11 @@ from eaves._torch.checks import accumulator_dtype
 
 REDUCTION_NAMES = {mode: name for name, mode in REDUCTIONS.items()}
 
-# The outputs that a call asks for beside the loss, as bits; those of python/csrc/loss_arguments.h. The extension gives
-# them in this order.
+# The outputs that a call asks for beside the loss, as the bits of python/csrc/loss_arguments.h. The extension returns
+# the outputs in this order.
 LSE, DIVISOR, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, SUM_SQ, MEAN_LOGIT = OUTPUTS = (1, 2, 4, 8, 16, 32, 64, 128)
-OF_IGNORED_ROWS = 256  # no output: ignored rows have outputs too
-# No output: lse is two numbers, [rows..., 2], which a backward needs (docs/numerics.md).
+OF_IGNORED_ROWS = 256  # an option, not an output: ignored rows have outputs too
+# An option, not an output: lse is two numbers, [rows..., 2], which a backward needs (docs/numerics.md).
 SPLIT_LSE = 512
 # The names that `outputs` takes, in the losses and in the log-probabilities.
 LOSS_OUTPUTS = {
@@ -47,7 +47,7 @@ class KlDivOutput(KlDivOutputs[Tensor], Protocol):
 
 
 def kept_for_backward(wanted: int, mode: int, needs_target_mass: bool) -> int:
-    """The outputs that are wanted, and the outputs that a backward reads."""
+    """The bits of the outputs that are wanted and of the outputs that a backward reads."""
     computed = wanted | LSE | SPLIT_LSE
     if mode == MEAN:
         computed |= DIVISOR
@@ -55,7 +55,8 @@ def kept_for_backward(wanted: int, mode: int, needs_target_mass: bool) -> int:
 
 
 def wanted_outputs(op: str, names: Sequence[str], has_factors: bool) -> int:
-    """The bits of outputs. `has_factors`: the sum over the classes has weights, so that there is no mean of z'."""
+    """The bits of the outputs with these names. With `has_factors` the classes have factors in the loss, and the core
+    computes no mean of z'."""
     wanted = 0
     for name in names:
         wanted |= LOSS_OUTPUTS[name]
@@ -67,15 +68,15 @@ def wanted_outputs(op: str, names: Sequence[str], has_factors: bool) -> int:
     return wanted
 
 
-# Where each output lies in what a call gives, for each set of bits; 0, where the loss lies, for one that is not there.
-# Looked up, because counting bits in each call costs the host as much as an allocation.
+# For each set of bits, the position of each output among the results of a call. An absent output has 0, the position of
+# the loss. This is a table, because counting bits in each call costs the host as much as an allocation.
 POSITIONS = [
     {
         bit: 1 + sum(1 for other in OUTPUTS if other < bit and computed & other) if computed & bit else 0
         for bit in OUTPUTS
     }
     for computed in range(OF_IGNORED_ROWS)
-] * (2 * SPLIT_LSE // OF_IGNORED_ROWS)  # the bits that are no outputs change no place
+] * (2 * SPLIT_LSE // OF_IGNORED_ROWS)  # the bits of options change no position
 
 _SAVED_POSITIONS = [(positions[ENTROPY], positions[TARGET_MASS], positions[DIVISOR]) for positions in POSITIONS]
 
@@ -107,9 +108,9 @@ def output_of(outputs: Sequence[Tensor], computed: int, names: Sequence[str]) ->
 def keep_outputs(
     ctx: Any, outputs: Sequence[Tensor], computed: int, followed: int, is_loss_alone: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """In a setup_context: which outputs have a derivative (the loss and, of the bits `followed`, lse and entropy), and
-    those to save, in the order in which the extension's backward takes them. `is_loss_alone`: the Function returns no
-    other."""
+    """For a setup_context: marks the outputs without a derivative, and returns the outputs to save, in the order of the
+    extension's backward. The loss has a derivative; lse and entropy have one if `followed` has their bits. With
+    `is_loss_alone` the Function returns no other output."""
     ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for each output
     if is_loss_alone:
         pass
@@ -129,8 +130,9 @@ def keep_outputs(
 
 
 def upstream_of(grads: Sequence[Tensor | None], computed: int, followed: int) -> tuple[Tensor | None, ...]:
-    """The upstream gradients of the loss, lse and entropy, as far as the caller has these outputs; none where all are
-    absent. The Function computes the outputs `computed`, and the caller follows those of the bits `followed`."""
+    """The upstream gradients of the loss, lse and entropy, None for an absent one; an empty tuple if all are absent.
+    `computed` has the bits of the outputs that the Function computes, `followed` the bits of the outputs that may have
+    a gradient."""
     grad_loss, grad_lse = grads[0], grads[1] if followed & LSE else None
     grad_entropy = pick(grads, computed, ENTROPY)
     if grad_loss is None and grad_lse is None and grad_entropy is None:

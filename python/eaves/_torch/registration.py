@@ -1,5 +1,5 @@
-"""Operators as PyTorch knows them: derivatives, fake implementations, batching rules, and the overloads whose numbers
-are a tensor."""
+"""Registers operators with PyTorch: derivatives, fake implementations, batching rules, and overloads that take their
+numbers as a tensor."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 def record_of(overload: OpOverload) -> Any:
     """The class of a named tuple of the operator's arguments, made from its schema."""
-    make: Any = namedtuple  # to mypy a class whose fields it would have to know
+    make: Any = namedtuple  # mypy would have to know the fields
     return make("Arguments", [each.name for each in overload._schema.arguments])
 
 
 def parameters_of(overload: OpOverload) -> str:
-    """The arguments in the schema, for that of an operator which takes more."""
+    """The arguments in the operator's schema, for the schema of an operator that takes more."""
     return str(overload._schema).partition("(")[2].rpartition(") -> ")[0]
 
 
@@ -40,8 +40,9 @@ with_number_tensor: dict[OpOverload, OpOverload] = {}
 
 
 def _overload_with_number_tensor(overload: OpOverload) -> OpOverload | None:
-    """The operator with one more tensor in front, whose numbers stand for its argument `numbers`; made when it is first
-    asked for. None where there is no such argument, or where torch.compile never calls it: in place."""
+    """The overload with one more tensor in front, whose numbers replace the argument `numbers`. The first request
+    defines it. None if the operator has no such argument, or if it writes in place: torch.compile never calls such an
+    operator."""
     schema = overload._schema
     names = [each.name for each in schema.arguments]
     if "numbers" not in names or schema.is_mutable:
@@ -54,7 +55,7 @@ def _overload_with_number_tensor(overload: OpOverload) -> OpOverload | None:
             whole[names.index("numbers")] = number_tensor.tolist()
             return overload(*whole)
 
-        # It reads memory of the host, which a CUDA graph would not read again.
+        # The kernel reads memory of the host, and a CUDA graph would not read it again.
         tags = [tag] if (tag := getattr(torch.Tag, "cudagraph_unsafe", None)) is not None else []
         arguments = str(schema).partition("(")[2]
         _fragment.define(f"{name}.numbers(Tensor number_tensor, {arguments}", tags=tags)  # type: ignore[no-untyped-call]
@@ -64,15 +65,16 @@ def _overload_with_number_tensor(overload: OpOverload) -> OpOverload | None:
 
 
 def refuse_lost_derivatives(op: str, *overloads: OpOverload) -> None:
-    """The operators of the extension have no derivatives: those are around them, in an autograd.Function. A direct call
-    with a tensor of which a derivative is wanted would give none without a word."""
+    """Makes direct calls of the operators raise an error if one of their tensors needs a derivative. The extension's
+    operators have no derivatives, an autograd.Function around them has: without the error, the derivative would be lost
+    silently."""
     for overload in overloads:
         _register_autograd(op, overload, None)
 
 
 def give_derivative(op: str, overload: OpOverload, function: Callable[..., Any], *differentiable: str) -> None:
     """Registers the derivative that programs of torch.export and direct calls use: `function` computes the same as
-    `overload` by an autograd.Function. Calls of eaves' functions go around it, see `call`."""
+    `overload`, through an autograd.Function. Calls of eaves' functions bypass it, see `call`."""
     _register_autograd(op, overload, function, differentiable)
 
 
@@ -96,7 +98,7 @@ def _autograd_kernel(
 
     def kernel(*arguments: object) -> Any:
         tensors = [(name, each) for name, each in zip(names, arguments) if isinstance(each, Tensor)]
-        # A program is exported from a model with parameters, and asked here again when it runs.
+        # While a model is exported, its parameters require gradients; the program asks again when it runs.
         is_tracked = torch.is_grad_enabled() and not is_exporting() and any(each.requires_grad for _, each in tensors)
         is_dual = any(has_tangent(each) for _, each in tensors)
         if is_dual or (is_tracked and (function is None or is_transforming())):
@@ -124,8 +126,8 @@ def has_tangent(tensor: Tensor) -> bool:
 
 
 def define(schema: str, kernel: Callable[..., Any]) -> OpOverload:
-    """An operator that is computed in Python, from those of the extension and collectives, and that torch.compile takes
-    as it is."""
+    """Defines an operator that Python computes from the extension's operators and collectives. torch.compile does not
+    trace into it."""
     name = schema.partition("(")[0]
     _fragment.define(schema)  # type: ignore[no-untyped-call]
     _fragment.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -144,7 +146,7 @@ def register_fake(op: str) -> Callable[[_Function], _Function]:
             return fake(*arguments, *_defaults_behind(overload, arguments))
 
         def with_number_tensor(number_tensor: Tensor, *arguments: object) -> Any:
-            # For CUDA graphs inductor moves it to the GPU, where the kernel reads it as well.
+            # For CUDA graphs inductor moves number_tensor to the GPU, and the kernel reads it there too.
             first = next(each for each in arguments if isinstance(each, Tensor))
             if number_tensor.device.type not in ("cpu", first.device.type):
                 raise ValueError(f"{op}: number_tensor is on {number_tensor.device}, expected cpu or {first.device}")
@@ -159,12 +161,13 @@ def register_fake(op: str) -> Callable[[_Function], _Function]:
 
 
 def _check_devices(overload: OpOverload, arguments: Sequence[object]) -> None:
-    """With one tensor on the device "meta" the dispatcher takes the fake implementation, whatever the others are on."""
+    """Checks that all tensors are on one device. If one is on the device "meta", the dispatcher takes the fake
+    implementation, whatever devices the others have."""
     tensors = [
         (each.name, value) for each, value in zip(overload._schema.arguments, arguments) if isinstance(value, Tensor)
     ]
     for name, tensor in tensors[1:]:
-        if name == "place":  # of _parallel/: on the CPU, whatever the others are on
+        if name == "place":  # an argument of _parallel/, always on the CPU
             continue
         check_device(overload._schema.name.removeprefix("eaves::"), name, tensor, *tensors[0])
 
@@ -186,7 +189,7 @@ def register_vmap(op: str) -> Callable[[_Function], _Function]:
 
 
 def _defaults_behind(overload: OpOverload, arguments: Sequence[object]) -> list[Any]:
-    """Torch leaves out the arguments at the end of a call that have their default; here they are."""
+    """The values of the arguments that PyTorch leaves out at the end of a call, because they are defaults."""
     return [argument.default_value for argument in overload._schema.arguments[len(arguments) :]]
 
 
@@ -202,7 +205,8 @@ def batch_first(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) ->
 
 
 def of_each(overload: OpOverload, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-    """For a batching rule that has no better way: the results of a call for each sample, and their batch axes."""
+    """For a batching rule without a faster way: calls the operator for each sample. Returns the results and their batch
+    axes."""
     results = [overload(*sample) for sample in each_of_batch(info, in_dims, *arguments)]
     if isinstance(results[0], Tensor):
         return torch.stack(results), 0

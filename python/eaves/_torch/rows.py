@@ -1,4 +1,4 @@
-"""Which rows of a loss count, and what a mean over them divides by."""
+"""Which rows of a loss count, and the divisor of a mean over them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ def counts_of(target: Tensor, ignore_index: int) -> Tensor:
 
 
 def divisor_of(weights: Tensor, counts: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The sum of the weights, without rows that do not count, over the last axis; in float64 as the core's. By infinite
-    weights neither a mean nor its gradient is a number."""
+    """The sum of the weights over the last axis, without rows that do not count. The sum is in float64, as in the core.
+    An infinite sum becomes NaN: neither the mean nor its gradient is a number then."""
     total = (weights if counts is None else weights.masked_fill(~counts, 0)).sum(-1, dtype=torch.float64).to(dtype)
     return total.masked_fill(total.isinf(), math.nan)
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Are they there to be looked at, without waiting for a device?"""
+    """Whether the host can read the values of `tensor` without waiting for a device."""
     return tensor.device.type == "cpu" and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def are_checked(classes: Tensor) -> bool:
-    """Are they looked at, as the core does? On the CPU, and on a GPU where the environment says so."""
+    """Whether the values of `classes` are checked, as in the core: always on the CPU, and on a GPU if
+    EAVES_CHECK_TARGETS is set and not 0."""
     return has_values(classes) or (classes.is_cuda and os.environ.get("EAVES_CHECK_TARGETS", "") not in ("", "0"))
 
 
 def check_classes(op: str, name: str, target: Tensor, classes: int, ignore_index: int) -> None:
-    """The core's error for a target that is no class."""
+    """Raises the core's error for a target that is no class."""
     wide = target.to(torch.int64)
     is_wrong = counts_of(target, ignore_index) & ((wide < 0) | (wide >= classes))
     if is_wrong.any():

@@ -17,8 +17,8 @@ _CONTIGUOUS = ("row_weight", "grad_lse", "grad_entropy", "lse", "entropy", "targ
 
 
 def in_one(info: Any, given: Any, axes: Any) -> Any:
-    """The arguments of a loss's operator with the batch as the first axis of the rows; `axes` are the batch's in each.
-    Tensors of the classes have no batch."""
+    """The arguments of a loss's operator with the batch as the first axis of the rows; `axes` has the batch axis of
+    each argument. Tensors of the classes have no batch."""
     changed = {}
     for name, tensor in given._asdict().items():
         if isinstance(tensor, Tensor) and name not in _OF_CLASSES:
@@ -28,8 +28,8 @@ def in_one(info: Any, given: Any, axes: Any) -> Any:
 
 
 def divisors_of(given: Any, rows: Tensor) -> Tensor | None:
-    """The divisor of each sample's mean, if the loss is one. `given` are the arguments of all samples in one, and
-    `rows`, one number for each row in the dtype of the divisors, have the samples as their first axis."""
+    """The divisor of each sample's mean; None if the loss is no mean. `given` has the arguments of all samples in one.
+    `rows` has one number for each row, in the dtype of the divisors, and its first axis is the samples."""
     targets, samples = given.targets, rows.shape[0]
     if given.reduction != MEAN:
         return None
@@ -51,20 +51,20 @@ def _matrix(rows: Tensor) -> Tensor:
 
 
 def _sums(rows: Tensor) -> Tensor:
-    """The sum of each sample's rows, in float64 as the core's."""
+    """The sum of each sample's rows, in float64 as in the core."""
     return _matrix(rows).sum(1, dtype=torch.float64).to(rows.dtype)
 
 
 def _quotient(numbers: Tensor, divisors: Tensor) -> Tensor:
-    """Without rows that count, a mean is 0."""
+    """numbers / divisors. The mean of a sample without rows that count is 0."""
     return torch.where(divisors == 0, torch.zeros_like(numbers), numbers / divisors)
 
 
 def reduce_samples(tensors: list[Tensor], outputs: int, mode: int, divisors: Tensor | None) -> list[Tensor]:
-    """The results of a call with reduction "none" for all samples at once, each sample's losses reduced.
+    """Reduces each sample's losses in the results of one call for all samples, which has reduction "none".
 
-    `outputs` are those of the call that was asked for; the one for all has no divisor. `divisors` are there with the
-    mean.
+    `outputs` has the bits of the call that the user made; the call for all samples has no divisor. A mean needs
+    `divisors`.
     """
     if mode == NONE:
         return tensors
@@ -83,10 +83,10 @@ def reduce_samples(tensors: list[Tensor], outputs: int, mode: int, divisors: Ten
 
 
 def row_gradients(given: Any) -> Tensor:
-    """dL/d(loss) of each row, from that of each sample's reduced loss. `given` are the arguments of a backward of all
+    """dL/d(loss) of each row, from dL/d(reduced loss) of each sample. `given` has the arguments of a backward for all
     samples in one."""
     grad_loss, mode, lse = given.grad_loss, given.reduction, given.lse
-    rows = lse if lse.dim() < given[3].dim() else lse[..., 0]  # behind the upstream gradients are logits or hidden
+    rows = lse if lse.dim() < given[3].dim() else lse[..., 0]  # given[3]: logits or hidden
     if mode == NONE:
         return grad_loss  # type: ignore[no-any-return]
     samples = rows.shape[0]

@@ -14,8 +14,8 @@ from eaves._torch.rows import has_values
 
 
 def temperature_of_rows(op: str, temperature: Tensor, rows: Sequence[int], name: str, like: Tensor) -> Tensor:
-    """A temperature in the shape of the rows, whose last axes may be missing, and any may be 1. `like`, the argument of
-    that name, has the rows."""
+    """The temperature, expanded to the shape of the rows. Its last axes may be missing, and each axis may have size 1.
+    `like` is the argument `name`, which has the rows."""
     check_floating(op, "temperature", temperature, name, like)
     refuse_gradient(op, "temperature", temperature)
     shape = [*temperature.shape, *[1] * (len(rows) - temperature.dim())]
@@ -28,8 +28,8 @@ def temperature_of_rows(op: str, temperature: Tensor, rows: Sequence[int], name:
 
 
 def divisors_of(op: str, temperature: Tensor, passed: Tensor, is_ignored: Tensor, dtype: torch.dtype) -> Tensor:
-    """The temperatures of all rows, [rows], from these in the shape of the rows; 1 for ignored ones, whose temperature
-    may be anything. An error names the place in the tensor that was passed."""
+    """The temperatures of all rows, [rows], from a temperature in the shape of the rows. An ignored row gets 1, because
+    its temperature may be anything. An error names the index in `passed`, the tensor of the caller."""
     divisors = temperature.detach().reshape(-1).to(dtype).masked_fill(is_ignored, 1)
     if has_values(temperature):
         is_wrong = ~((divisors > 0) & divisors.isfinite()).view(temperature.shape)

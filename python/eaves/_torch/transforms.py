@@ -13,8 +13,9 @@ from torch.compiler import is_compiling
 
 
 def uncompiled(op: str, function: Callable[..., Any], when: str = "") -> Callable[..., Any]:
-    """The function, and all that it calls, as torch.compile leaves it alone: a frame that cannot be compiled runs as it
-    is, but those that it calls are tried again, each for itself, where a side effect of a backward would be lost."""
+    """The function, hidden from torch.compile together with all functions that it calls. Otherwise a frame that cannot
+    be compiled runs as it is, but torch.compile tries again to compile each frame that it calls, and a side effect of a
+    backward would be lost there."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to load it would take seconds
         return function
     if is_compiling():
@@ -27,7 +28,8 @@ def uncompiled(op: str, function: Callable[..., Any], when: str = "") -> Callabl
 OUTSIDE = "it runs outside of the graph that torch.compile makes; leave fullgraph=True out"
 
 
-# They are not public. If a later PyTorch lacks one of the first two, calls take the longer way, and cost more.
+# These functions are not public. If a later PyTorch lacks the first or the last, calls take the longer way and cost
+# more.
 is_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _is_legacy_batched: Callable[[Tensor], bool] = getattr(
     torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
@@ -36,7 +38,7 @@ is_in_dispatch_mode: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_
 
 
 def is_batched(upstream: Tensor) -> bool:
-    """In a backward: may what it computes have a batch? Either of torch.func, or of is_grads_batched."""
+    """Whether the gradients that a backward computes may have a batch, by torch.func or by is_grads_batched."""
     return is_transforming() or _is_legacy_batched(upstream)
 
 
@@ -46,18 +48,18 @@ def is_exporting() -> bool:
 
 
 def needs_function(*tensors: Tensor) -> bool:
-    """True where a call has to go through its autograd.Function: where a derivative depends on it, and always under
-    torch.compile. Never in a program of torch.export, which would keep the forward of the Function alone: there the
-    operator has its derivative, see `give_derivative`."""
+    """Whether a call has to go through its autograd.Function: if a derivative depends on it, and always under
+    torch.compile. A program of torch.export never does, because it would keep only the forward of the Function: its
+    operator has a derivative of its own, see `give_derivative`."""
     if is_compiling():
         return not is_exporting()
     return needs_autograd(*tensors)
 
 
 def needs_autograd(*tensors: Tensor) -> bool:
-    """True where a call has to go through its autograd.Function, because a derivative depends on it."""
+    """Whether a call has to go through its autograd.Function because a derivative may depend on it."""
     if is_transforming() or getattr(forward_ad, "_current_level", 0) >= 0:
-        return True  # under torch.func a tensor may depend on others without saying so
+        return True  # under torch.func a tensor may depend on others without requires_grad
     if torch.is_grad_enabled():
         for tensor in tensors:  # any() costs more
             if tensor.requires_grad:
