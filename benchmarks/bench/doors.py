@@ -201,7 +201,7 @@ def measure(names: Sequence[str], seconds: float, *settings: Any) -> Iterator[di
             process.start()
             theirs.close()
             lines.append((process, connection, {"door": name, "loss": loss}))
-    # Importing takes most of a line's time and several cores: nobody is timed meanwhile.
+    # Imports take most of a line's time and several cores, so no process is timed meanwhile.
     imported = [answer(process, connection, seconds) for process, connection, _ in lines]
     for (process, connection, row), failed in zip(lines, imported):
         yield row | (failed or answer(process, connection, seconds, is_turn=True))
@@ -252,13 +252,15 @@ def section(folder: Path) -> list[str]:
     found = json.loads((folder / FILE).read_bytes())
     sizes = ", ".join(f"{name} {size}" for name, size in found["sizes"].items())
     versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
+    measured = [row for row in found["rows"] if "ms" in row]
+    spread = max((max(row["ms_max"] / row["ms"] - 1, 1 - row["ms_min"] / row["ms"]) for row in measured), default=0.0)
     return [
         "## Trainers", "",
         "A model with the sizes of Qwen3-0.6B, but fewer than its 28 layers, and with random weights trains with",
         "transformers' Trainer in bf16: tokens per second by the median step, and the peak that PyTorch allocates. The",
         "head's share of a step is larger than in the whole model. Axolotl itself does not run: its line has the model",
-        "as `eaves.axolotl.EavesPlugin` leaves it. Each line is a process of its own, and its steps lie within a fifth",
-        f"of the median. From [{FILE}]({FILE}), by `{PROGRAM} doors`: {sizes}.", "",
+        "as `eaves.axolotl.EavesPlugin` leaves it. Each line is a process of its own, and all its steps lie within",
+        f"{spread:.0%} of the median. From [{FILE}]({FILE}), by `{PROGRAM} doors`: {sizes}.", "",
         *table(found["rows"]), f"Commit {found['commit'][:12]}, {found['date'][:10]}, {versions}.", "",
     ]  # fmt: skip
 

@@ -21,8 +21,8 @@ from bench_toy import PROGRAM
 
 
 def row(door: str, loss: str, first_loss: float) -> dict[str, Any]:
-    return {"door": door, "loss": loss, "ms": 10.0, "tokens_per_second": 12345.6, "peak_mib": 2**10,
-            "first_loss": first_loss}  # fmt: skip
+    return {"door": door, "loss": loss, "ms": 10.0, "ms_min": 9.0, "ms_max": 10.5, "tokens_per_second": 12345.6,
+            "peak_mib": 2**10, "first_loss": first_loss}  # fmt: skip
 
 
 ROWS = [
@@ -82,6 +82,7 @@ def test_a_page_shows_the_lines_of_the_result_file(tmp_path: Path) -> None:
     lines = section(tmp_path)
     assert "| Trainer | eaves.hf.install() | 12300 | 1024 | 12.0054 |" in lines
     assert "- `FusedLinearCrossEntropyLoss`, FLA: `no module named 'fla'`" in lines
+    assert any(line.startswith("10% of the median.") for line in lines)
     assert "Commit 0123456789ab, 2026-11-29, torch 2.11." in lines
     assert "\n".join(lines) in page.texts(page.Folder(tmp_path, OPERATORS))[page.PAGE]
 

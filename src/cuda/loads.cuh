@@ -43,7 +43,7 @@ __device__ Vector<T> load_past_l1(const Vector<T>* address) {
 }
 
 /// Loads from memory that the kernel writes later, if another thread's element may lie over this one. load() promises
-/// memory that nobody writes, and the compiler may therefore delay it to its first use, even behind a barrier.
+/// memory that no thread writes, and the compiler may therefore delay it to its first use, even behind a barrier.
 template <typename T>
 __device__ Vector<T> load_before_overwriting(const Vector<T>* address) {
   Vector<T> v;
