@@ -1,6 +1,7 @@
 // divergence on a GPU. The first pass computes each lse and a KL divergence; a second pass computes a divergence that
-// needs both lse first; the last pass writes the gradient. A pass reads the student's and the teacher's row side by side,
-// one block per piece of a row, and is bound by memory alone. The gradient of an lse alone does not need the teacher.
+// needs both lse first; the last pass writes the gradient. A pass reads the student's and the teacher's row side by
+// side, one block per piece of a row, and is bound by memory alone. The gradient of an lse alone does not need the
+// teacher.
 #include <cuda_runtime.h>
 
 #include <algorithm>
