@@ -55,6 +55,9 @@ protocols:
   accumulate  it is out.backward(grad_out) and .grad is never cleared: every call
               also adds its gradient to the one before, as does the limit
 
+On a GPU, short rows are measured once more "in graph": each call is captured in a
+CUDA graph, and the time is the replay's.
+
 --shape, forward and backward of:
   logsumexp             rows=4096,n=131072
   cross_entropy         rows=4096,v=131072
