@@ -57,7 +57,7 @@ def run_bench(arguments: Namespace, operators: Sequence[Operator]) -> None:
         say(f"# {part.operator.name}, protocol {part.protocol}\n")
         everything += _measure(arguments, part, device, folder)
         if folder is not None:
-            page.draw(folder, operators, [results.file_name(part.operator.name, part.protocol)])
+            page.draw(folder, operators)
         elif _is_lost():
             return
     for sentence in tables.summary(tables.tables(everything)):
