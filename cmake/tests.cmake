@@ -33,6 +33,7 @@ endif()
 if(python)
   add_test(NAME check_docs_test COMMAND ${python} -B tools/check_docs_test.py WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   add_test(NAME run_tests_test COMMAND ${python} -B tools/run_tests_test.py WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  add_test(NAME site_pages_test COMMAND ${python} -B tools/site_pages_test.py WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   add_test(NAME test_integrations_test COMMAND ${python} -B tools/test_integrations_test.py WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   add_test(NAME test_newest_torch_test COMMAND ${python} -B tools/test_newest_torch_test.py WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   # The tests of the Python package as tools/wheel has installed it, never of the sources.
