@@ -35,9 +35,15 @@ void add_threads(CLI::App& command, int& threads) {
 void add_info(CLI::App& program) {
   CLI::App* command = program.add_subcommand("info", "What this build and this machine can do, and what is missing.");
   command->footer("Example:\n  eaves info --json");
-  const auto is_json = std::make_shared<bool>(false);
-  command->add_flag("--json", *is_json, "Print JSON instead of text");
-  command->callback([is_json] { print_info(*is_json); });
+  const auto is_json = std::make_shared<bool>(false), is_self_test = std::make_shared<bool>(false);
+  CLI::Option* json = command->add_flag("--json", *is_json, "Print JSON instead of text");
+  command
+      ->add_flag(
+          "--self-test", *is_self_test,
+          "Also compare every kernel of the CPU and of each kind of GPU with slow loops in float64, in a minute; "
+          "exit code 1 if a result differs. The report is for an issue")
+      ->excludes(json);
+  command->callback([=] { *is_self_test ? print_self_test(self_test_cases()) : print_info(*is_json); });
 }
 
 void add_bench(CLI::App& program) {
@@ -199,7 +205,7 @@ int run_program(int argc, char** argv) {
   program.footer(
       "Example:\n  eaves info\n\n"
       "Exit codes: 0 done, or the reader of a pipe has left (| head);\n"
-      "1 the device or the system failed (out of memory, disk full);\n"
+      "1 the device or the system failed (out of memory, disk full), or a self-test found a wrong result;\n"
       "2 an argument or an input file is wrong; 3 this build or this machine cannot do it;\n"
       "130 it was stopped (Ctrl-C, SIGTERM, SIGHUP), and left no temporary file.");
   program.set_version_flag("--version", EAVES_VERSION);
