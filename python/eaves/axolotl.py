@@ -22,15 +22,16 @@ try:
     INTEGRATIONS["axolotl"].check_version()
     _BasePlugin: Any = import_module("axolotl.integrations.base").BasePlugin
     _pydantic: Any = import_module("pydantic")
-except ImportError as error:  # which Axolotl prints, and then trains without the plugin
+except ImportError as error:  # Axolotl up to 0.20 prints an ImportError, and trains without the plugin
     raise RuntimeError(f"eaves.axolotl cannot be imported: {error}") from error
 
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
 
 # Settings of Axolotl that take the loss elsewhere, so that eaves would not be called, or the other way round.
 _OTHER_LOSSES = (
-    "chunked_cross_entropy", "cut_cross_entropy", "diffusion", "flash_attn_cross_entropy", "kd_trainer",
-    "liger_cross_entropy", "liger_fused_linear_cross_entropy", "orpo_alpha", "rl", "use_eaft",
+    "chunked_cross_entropy", "cut_cross_entropy", "diffusion", "diffusion_decision", "diffusion_lm",
+    "flash_attn_cross_entropy", "kd_trainer", "liger_cross_entropy", "liger_fused_linear_cross_entropy", "orpo_alpha",
+    "rl", "use_eaft",
 )  # fmt: skip
 # Modules of trainers whose compute_loss takes the model's loss.
 _CALL_THE_MODEL = ("axolotl.core.trainers.base", "transformers.trainer")

@@ -1,6 +1,7 @@
 """eaves.axolotl with Axolotl's plugin list and its validation of configurations. Axolotl's model loader needs GPU
 packages, so these tests call the hooks in the loader's order: adapters, post_model_load, the trainer."""
 
+import contextlib
 import importlib
 import sys
 import warnings
@@ -140,10 +141,11 @@ def test_losses_of_other_plugins_are_refused() -> None:
     assert "liger_cross_entropy" in arguments.model_fields
     configuration = checked("axolotl.integrations.liger.LigerPlugin", liger_rms_norm=True)
     assert configuration.liger_rms_norm is True
-    cut = type("Both", (eaves.axolotl.EavesArgs,), {"__annotations__": {"cut_cross_entropy": bool}})
-    with pytest.raises(ValueError, match="cut_cross_entropy is True"):
-        cut(cut_cross_entropy=True)
-    assert cut(cut_cross_entropy=False).cut_cross_entropy is False
+    for name in ("cut_cross_entropy", "diffusion", "diffusion_decision", "diffusion_lm", "kd_trainer"):
+        both = type("Both", (eaves.axolotl.EavesArgs,), {"__annotations__": {name: Any}})
+        with pytest.raises(ValueError, match=f"{name} is True"):
+            both(**{name: True})
+        assert getattr(both(**{name: False}), name) is False
 
 
 def test_settings_that_eaves_does_not_have_are_refused() -> None:
@@ -188,14 +190,25 @@ def test_it_is_active_as_long_as_a_model_is_patched() -> None:
 
 @each("reason", ("unknown", "absent", "broken"))
 def test_a_plugin_that_cannot_be_imported_stops_the_run(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Axolotl prints an ImportError of a plugin and trains without it."""
+    """Axolotl up to 0.20 prints an ImportError of a plugin and trains without it."""
     monkeypatch.delitem(sys.modules, "eaves.axolotl", raising=False)
     version, sentence = {
-        "unknown": ("0.18.0", r"axolotl 0\.18\.0, expected 0\.19\.x"),
-        "absent": (None, r"needs axolotl 0\.19\.x, which is not installed"),
+        "unknown": ("0.18.0", r"axolotl 0\.18\.0, expected 0\.19\.x or 0\.20\.x or 0\.21\.x"),
+        "absent": (None, r"needs axolotl 0\.19\.x .*, which is not installed"),
         "broken": ("0.19.0", r"eaves\.axolotl cannot be imported: .*eaves\.hf"),
     }[reason]
     if reason == "broken":
         monkeypatch.setitem(sys.modules, "eaves.hf", None)
     with installed(version), pytest.raises(RuntimeError, match=sentence):
-        PluginManager.get_instance().register(PLUGIN)
+        config.prepare_plugins(DictDefault({"plugins": [PLUGIN]}))
+
+
+def test_without_eaves_the_run_stops_from_axolotl_0_21_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "eaves.axolotl", raising=False)
+    monkeypatch.setitem(sys.modules, "eaves", None)
+    ends_run = INTEGRATIONS["axolotl"].series() not in ("0.19", "0.20")
+    with pytest.raises(ImportError, match="eaves") if ends_run else contextlib.nullcontext():
+        config.prepare_plugins(DictDefault({"plugins": [PLUGIN]}))
+    assert ends_run or "Error: No module named 'eaves" in capsys.readouterr().out
