@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from importlib import import_module
+from types import MethodType
 from typing import Any, Literal
 
 __all__ = ["EavesArgs", "EavesPlugin", "is_active"]
@@ -18,6 +19,7 @@ __all__ = ["EavesArgs", "EavesPlugin", "is_active"]
 try:
     from eaves._replacement import INTEGRATIONS
     from eaves.hf import patch
+    from eaves.hf.trainer import skipping_logits
 
     INTEGRATIONS["axolotl"].check_version()
     _BasePlugin: Any = import_module("axolotl.integrations.base").BasePlugin
@@ -57,7 +59,9 @@ class EavesArgs(_pydantic.BaseModel):  # type: ignore[misc] # of any type
 
 
 class EavesPlugin(_BasePlugin):  # type: ignore[misc] # of any type
-    """Calls eaves.hf.patch when Axolotl has loaded the model and its adapters. eaves.hf.unpatch undoes it."""
+    """Calls eaves.hf.patch when Axolotl has loaded the model and its adapters. eaves.hf.unpatch undoes it.
+
+    An evaluation that reads only the loss skips the logits."""
 
     def get_input_args(self) -> str:
         return "eaves.axolotl.EavesArgs"
@@ -76,6 +80,8 @@ class EavesPlugin(_BasePlugin):  # type: ignore[misc] # of any type
                 "compute_loss_func: it may not call eaves",
                 stacklevel=2,
             )
+            return
+        trainer.prediction_step = MethodType(skipping_logits(type(trainer).prediction_step, owner), trainer)
 
 
 def is_active() -> bool:

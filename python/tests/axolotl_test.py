@@ -1,7 +1,8 @@
-"""eaves.axolotl with Axolotl's plugin list and its validation of configurations. Axolotl's model loader needs GPU
-packages, so these tests call the hooks in the loader's order: adapters, post_model_load, the trainer."""
+"""eaves.axolotl with Axolotl's plugin list, its validation of configurations and its trainer. Axolotl's model loader
+needs GPU packages, so these tests call the hooks in the loader's order: adapters, post_model_load, the trainer."""
 
 import contextlib
+import gc
 import importlib
 import sys
 import warnings
@@ -27,7 +28,7 @@ from hf_models import (
     tiny_model,
     transformers,
 )
-from integrations import installed, recipe
+from integrations import StandIns, installed, recipe
 
 if INTEGRATIONS["axolotl"].version() is None:
     pytest.skip("axolotl is not installed", allow_module_level=True)
@@ -36,6 +37,10 @@ yaml = pytest.importorskip("yaml")
 PluginManager = importlib.import_module("axolotl.integrations.base").PluginManager
 config = importlib.import_module("axolotl.utils.config")
 DictDefault = importlib.import_module("axolotl.utils.dict").DictDefault
+datasets = importlib.import_module("datasets")
+with StandIns("numba"):  # which packs samples into sequences
+    trainers = importlib.import_module("axolotl.core.trainers.base")
+    training_args = importlib.import_module("axolotl.core.training_args")
 
 PLUGIN = "eaves.axolotl.EavesPlugin"
 CONFIGURATION: dict[str, Any] = {
@@ -48,6 +53,7 @@ CONFIGURATION: dict[str, Any] = {
 def as_before() -> Iterator[None]:
     yield
     PluginManager.get_instance().plugins.clear()
+    gc.collect()  # trainers hold models
 
 
 def checked(*plugins: str, **settings: Any) -> Any:
@@ -81,25 +87,37 @@ def test_a_model_of_axolotl_takes_the_same_steps_without_logits(adapter: bool, i
     assert_same_step(found, expected, FLOAT32_TOLERANCE)
 
 
-def test_trainer_logs_the_same_losses(tmp_path: Path) -> None:
-    columns = {name: tensor[0] for name, tensor in batch().items()}
+def rows_with_labels(*numbers: int) -> Any:
+    """A data set whose rows have these numbers of labels."""
+    columns = {name: tensor[0].tolist() for name, tensor in batch().items()}
+    labels = columns.pop("labels")
+    rows = [{**columns, "labels": [-100] * (len(labels) - number) + labels[-number:]} for number in numbers]
+    return datasets.Dataset.from_list(rows).with_format("torch")
 
+
+def test_axolotls_trainer_logs_the_same_losses(tmp_path: Path) -> None:
     def losses(model: Any) -> list[float]:
-        arguments = transformers.TrainingArguments(
+        arguments = training_args.AxolotlTrainingArguments(
             output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
             learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, seed=7,
         )  # fmt: skip
-        trainer = transformers.Trainer(model, arguments, train_dataset=[columns] * 4)
+        # Micro-batches have different numbers of labels, so that a mean of means is wrong.
+        data = rows_with_labels(10, 2, 5, 1)
+        trainer = trainers.AxolotlTrainer(model, arguments, train_dataset=data, eval_dataset=data)
+        accepts.append(trainer.model_accepts_loss_kwargs)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             PluginManager.get_instance().post_trainer_create(None, trainer)
         trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        trained = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return [*trained, trainer.evaluate()["eval_loss"]]
 
+    accepts: list[bool] = []
     expected = losses(tiny_model())
     with refuse_logits():
         found = losses(loaded(tiny_model()))
-    assert len(found) == 3 and found == pytest.approx(expected, rel=1e-4)
+    assert len(found) == 4 and found == pytest.approx(expected, rel=1e-4)
+    assert accepts[0] == accepts[1]
 
 
 def test_the_recipe_is_a_configuration_that_axolotl_takes() -> None:
