@@ -333,7 +333,7 @@ INTEGRATIONS: dict[str, Integration] = {
             ("0.3", "0.4"),
             (("skyrl.backends.skyrl_train.distributed.megatron.model_utils", "_fused_lm_head_logprob_apply"),),
         ),
-        Replacement("torch", ("2.13", "2.14"), (("torch.nn.functional", "linear_cross_entropy"),)),
+        Replacement("torch", ("2.13", "2.14", "2.15"), (("torch.nn.functional", "linear_cross_entropy"),)),
         Module("torchtitan", ("0.3",), "where the configuration names eaves.torchtitan.fused_loss"),
         Replacement("trl", _TRL),
         Replacement("verl", ("0.9",), (("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"),)),
