@@ -35,6 +35,9 @@ test: ## install what is missing, build, run every test, count them
 	@tools/wheel $(JOBS) $(OPTIONS)
 	@tools/run_tests $(BUILD)
 
+docs: ## install mkdocs in build/site_venv, build the documentation's site in build/site and check its links
+	@tools/site
+
 format: ## bring the C++ and Python sources into the project's format
 	@tools/setup
 	@tools/format
@@ -42,4 +45,4 @@ format: ## bring the C++ and Python sources into the project's format
 clean: ## remove everything that was built; what was installed stays
 	@rm -rf build dist
 
-.PHONY: help build bench published wheel test format clean
+.PHONY: help build bench published wheel test docs format clean

@@ -38,7 +38,7 @@ the device's folder. With names it prints their tables, by one protocol, with
 _EPILOG = f"""\
 other commands (each has --help):
   {PROGRAM} published  the tables that xopes published, as they were published
-  {PROGRAM} page DIR   the pages and curves of a folder, from its result files
+  {PROGRAM} page DIR   the pages and pictures of a folder, from its files
   {PROGRAM} jax        a model's head from JAX
   {PROGRAM} ranks      a model's head cut over ranks
   {PROGRAM} accuracy   the errors of a model's head against float64
@@ -55,6 +55,9 @@ protocols:
   accumulate  it is out.backward(grad_out) and .grad is never cleared: every call
               also adds its gradient to the one before, as does the limit
 
+On a GPU, short rows are measured once more "in graph": each call is captured in a
+CUDA graph, and the time is the replay's.
+
 --shape, forward and backward of:
   logsumexp             rows=4096,n=131072
   cross_entropy         rows=4096,v=131072
@@ -63,7 +66,7 @@ protocols:
   lrpe_cosine           batch=12,length=8192,heads=12,dim=128; or grid=64x64
 
 The device's folder below --results has <operator>_<protocol>.json, while it is
-measured .partial.json, the curves (which need matplotlib) and the pages."""
+measured .partial.json, the pictures and the pages."""
 
 
 def parse_shape(text: str, operator: Operator) -> Mapping[str, Any]:
@@ -103,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--repetitions", type=int, default=30, metavar="N", help="of each row (30); slow rows get fewer, at least 5")
     add("--warm-up-ms", type=float, default=500.0, metavar="MS", help="before each table, until clocks settle (500)")
     add("--threads", type=int, default=0, metavar="N", help="CPU threads of all; without: PyTorch's number")
-    add("--results", metavar="DIR", help="keep results, curves and pages below this folder; without operators: "
+    add("--results", metavar="DIR", help="keep results, pictures and pages below this folder; without operators: "
         f"{os.path.relpath(RESULTS)}")  # fmt: skip
     add("--replace", action="store_true",
         help="let result files there lose rows and providers that this run does not measure")  # fmt: skip
