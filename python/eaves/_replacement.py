@@ -278,7 +278,7 @@ INTEGRATIONS: dict[str, Integration] = {
             "where the configuration names eaves.automodel.LinearCrossEntropy",
             package="nemo-automodel",
         ),
-        Module("axolotl", ("0.19",), "where the configuration names eaves.axolotl.EavesPlugin"),
+        Module("axolotl", ("0.19", "0.20", "0.21"), "where the configuration names eaves.axolotl.EavesPlugin"),
         Module("fla", ("0.6",), "where eaves.fla was imported", package="fla-core"),
         Replacement(
             "hf",
@@ -330,10 +330,10 @@ INTEGRATIONS: dict[str, Integration] = {
         ),
         Replacement(
             "skyrl",
-            ("0.3",),
+            ("0.3", "0.4"),
             (("skyrl.backends.skyrl_train.distributed.megatron.model_utils", "_fused_lm_head_logprob_apply"),),
         ),
-        Replacement("torch", ("2.13", "2.14"), (("torch.nn.functional", "linear_cross_entropy"),)),
+        Replacement("torch", ("2.13", "2.14", "2.15"), (("torch.nn.functional", "linear_cross_entropy"),)),
         Module("torchtitan", ("0.3",), "where the configuration names eaves.torchtitan.fused_loss"),
         Replacement("trl", _TRL),
         Replacement("verl", ("0.9",), (("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"),)),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from importlib import import_module
+from types import MethodType
 from typing import Any, Literal
 
 __all__ = ["EavesArgs", "EavesPlugin", "is_active"]
@@ -18,19 +19,21 @@ __all__ = ["EavesArgs", "EavesPlugin", "is_active"]
 try:
     from eaves._replacement import INTEGRATIONS
     from eaves.hf import patch
+    from eaves.hf.trainer import skipping_logits
 
     INTEGRATIONS["axolotl"].check_version()
     _BasePlugin: Any = import_module("axolotl.integrations.base").BasePlugin
     _pydantic: Any = import_module("pydantic")
-except ImportError as error:  # which Axolotl prints, and then trains without the plugin
+except ImportError as error:  # Axolotl up to 0.20 prints an ImportError, and trains without the plugin
     raise RuntimeError(f"eaves.axolotl cannot be imported: {error}") from error
 
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
 
 # Settings of Axolotl that take the loss elsewhere, so that eaves would not be called, or the other way round.
 _OTHER_LOSSES = (
-    "chunked_cross_entropy", "cut_cross_entropy", "diffusion", "flash_attn_cross_entropy", "kd_trainer",
-    "liger_cross_entropy", "liger_fused_linear_cross_entropy", "orpo_alpha", "rl", "use_eaft",
+    "chunked_cross_entropy", "cut_cross_entropy", "diffusion", "diffusion_decision", "diffusion_lm",
+    "flash_attn_cross_entropy", "kd_trainer", "liger_cross_entropy", "liger_fused_linear_cross_entropy", "orpo_alpha",
+    "rl", "use_eaft",
 )  # fmt: skip
 # Modules of trainers whose compute_loss takes the model's loss.
 _CALL_THE_MODEL = ("axolotl.core.trainers.base", "transformers.trainer")
@@ -56,7 +59,9 @@ class EavesArgs(_pydantic.BaseModel):  # type: ignore[misc] # of any type
 
 
 class EavesPlugin(_BasePlugin):  # type: ignore[misc] # of any type
-    """Calls eaves.hf.patch when Axolotl has loaded the model and its adapters. eaves.hf.unpatch undoes it."""
+    """Calls eaves.hf.patch when Axolotl has loaded the model and its adapters. eaves.hf.unpatch undoes it.
+
+    An evaluation that reads only the loss skips the logits."""
 
     def get_input_args(self) -> str:
         return "eaves.axolotl.EavesArgs"
@@ -75,6 +80,8 @@ class EavesPlugin(_BasePlugin):  # type: ignore[misc] # of any type
                 "compute_loss_func: it may not call eaves",
                 stacklevel=2,
             )
+            return
+        trainer.prediction_step = MethodType(skipping_logits(type(trainer).prediction_step, owner), trainer)
 
 
 def is_active() -> bool:

@@ -7,6 +7,7 @@ Only the rows of continuations are multiplied by the head.
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -49,6 +50,8 @@ class HFLM(Counted, _huggingface.HFLM):  # type: ignore[misc]
         whether each of its tokens is the likeliest."""
         head = distillation.head_of(self.model, _Unwrapped) if self.backend == "causal" else None
         if head is None:
+            reason = "eaves does not take the head" if self.backend == "causal" else "the model is an encoder-decoder"
+            warnings.warn(f"eaves.lm_eval: lm-eval computes these answers, with all logits: {reason}", stacklevel=2)
             theirs: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
             return theirs
         places: dict[tuple[int, ...], list[int]] = {}

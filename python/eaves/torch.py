@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,8 +31,8 @@ def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep
 
     The loss of 16-bit tensors is float32, and the mean of no rows is 0. `workspace_bytes` sets the size of the chunks,
     not the chunk sizes in `options`. Their acc_policy "accurate" or "balanced" sums the head's gradient in float32.
-    PyTorch's own function still computes a K-dimensional loss, probabilities that require a gradient or come with an
-    ignore_index, and tensors on devices other than the CPU and CUDA GPUs.
+    PyTorch's own function still computes, with a warning, a K-dimensional loss, probabilities that require a gradient
+    or come with an ignore_index, and tensors on devices other than the CPU and CUDA GPUs.
 
     Args:
         algorithm, workspace_bytes, keep_bytes: as in eaves.linear_cross_entropy.
@@ -54,10 +55,18 @@ uninstall, is_active = replacement.uninstall, replacement.is_active
 def _ours(theirs: Callable[..., Tensor], of_install: dict[str, Any]) -> Callable[..., Tensor]:
     @functools.wraps(theirs)  # torch.compile asks the functions of torch.nn.functional for their names
     def ours(input: Tensor, linear_weight: Tensor, target: Tensor, *, options: Any = None, **keywords: Any) -> Any:
-        is_ours = linear_weight.dim() == 2 and input.device.type in ("cpu", "cuda")
-        if target.is_floating_point() and (keywords.get("ignore_index") is not None or target.requires_grad):
-            is_ours = False
-        if not is_ours:
+        reason = None
+        if linear_weight.dim() != 2:
+            reason = "a K-dimensional loss"
+        elif input.device.type not in ("cpu", "cuda"):
+            reason = f"a tensor on {input.device}"
+        elif target.is_floating_point() and target.requires_grad:
+            reason = "probabilities that require a gradient"
+        elif target.is_floating_point() and keywords.get("ignore_index") is not None:
+            reason = "probabilities with an ignore_index"
+        if reason:
+            if not torch.compiler.is_compiling():
+                warnings.warn(f"eaves.torch: PyTorch's own function computes this loss, of {reason}", stacklevel=2)
             return theirs(input, linear_weight, target, options=options, **keywords)
         if target.dtype == torch.uint8:
             target = target.long()

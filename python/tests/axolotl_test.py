@@ -1,6 +1,8 @@
-"""eaves.axolotl with Axolotl's plugin list and its validation of configurations. Axolotl's model loader needs GPU
-packages, so these tests call the hooks in the loader's order: adapters, post_model_load, the trainer."""
+"""eaves.axolotl with Axolotl's plugin list, its validation of configurations and its trainer. Axolotl's model loader
+needs GPU packages, so these tests call the hooks in the loader's order: adapters, post_model_load, the trainer."""
 
+import contextlib
+import gc
 import importlib
 import sys
 import warnings
@@ -26,7 +28,7 @@ from hf_models import (
     tiny_model,
     transformers,
 )
-from integrations import installed, recipe
+from integrations import StandIns, installed, recipe
 
 if INTEGRATIONS["axolotl"].version() is None:
     pytest.skip("axolotl is not installed", allow_module_level=True)
@@ -35,6 +37,10 @@ yaml = pytest.importorskip("yaml")
 PluginManager = importlib.import_module("axolotl.integrations.base").PluginManager
 config = importlib.import_module("axolotl.utils.config")
 DictDefault = importlib.import_module("axolotl.utils.dict").DictDefault
+datasets = importlib.import_module("datasets")
+with StandIns("numba"):  # which packs samples into sequences
+    trainers = importlib.import_module("axolotl.core.trainers.base")
+    training_args = importlib.import_module("axolotl.core.training_args")
 
 PLUGIN = "eaves.axolotl.EavesPlugin"
 CONFIGURATION: dict[str, Any] = {
@@ -47,6 +53,7 @@ CONFIGURATION: dict[str, Any] = {
 def as_before() -> Iterator[None]:
     yield
     PluginManager.get_instance().plugins.clear()
+    gc.collect()  # trainers hold models
 
 
 def checked(*plugins: str, **settings: Any) -> Any:
@@ -80,25 +87,37 @@ def test_a_model_of_axolotl_takes_the_same_steps_without_logits(adapter: bool, i
     assert_same_step(found, expected, FLOAT32_TOLERANCE)
 
 
-def test_trainer_logs_the_same_losses(tmp_path: Path) -> None:
-    columns = {name: tensor[0] for name, tensor in batch().items()}
+def rows_with_labels(*numbers: int) -> Any:
+    """A data set whose rows have these numbers of labels."""
+    columns = {name: tensor[0].tolist() for name, tensor in batch().items()}
+    labels = columns.pop("labels")
+    rows = [{**columns, "labels": [-100] * (len(labels) - number) + labels[-number:]} for number in numbers]
+    return datasets.Dataset.from_list(rows).with_format("torch")
 
+
+def test_axolotls_trainer_logs_the_same_losses(tmp_path: Path) -> None:
     def losses(model: Any) -> list[float]:
-        arguments = transformers.TrainingArguments(
+        arguments = training_args.AxolotlTrainingArguments(
             output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
             learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, seed=7,
         )  # fmt: skip
-        trainer = transformers.Trainer(model, arguments, train_dataset=[columns] * 4)
+        # Micro-batches have different numbers of labels, so that a mean of means is wrong.
+        data = rows_with_labels(10, 2, 5, 1)
+        trainer = trainers.AxolotlTrainer(model, arguments, train_dataset=data, eval_dataset=data)
+        accepts.append(trainer.model_accepts_loss_kwargs)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             PluginManager.get_instance().post_trainer_create(None, trainer)
         trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        trained = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return [*trained, trainer.evaluate()["eval_loss"]]
 
+    accepts: list[bool] = []
     expected = losses(tiny_model())
     with refuse_logits():
         found = losses(loaded(tiny_model()))
-    assert len(found) == 3 and found == pytest.approx(expected, rel=1e-4)
+    assert len(found) == 4 and found == pytest.approx(expected, rel=1e-4)
+    assert accepts[0] == accepts[1]
 
 
 def test_the_recipe_is_a_configuration_that_axolotl_takes() -> None:
@@ -140,10 +159,11 @@ def test_losses_of_other_plugins_are_refused() -> None:
     assert "liger_cross_entropy" in arguments.model_fields
     configuration = checked("axolotl.integrations.liger.LigerPlugin", liger_rms_norm=True)
     assert configuration.liger_rms_norm is True
-    cut = type("Both", (eaves.axolotl.EavesArgs,), {"__annotations__": {"cut_cross_entropy": bool}})
-    with pytest.raises(ValueError, match="cut_cross_entropy is True"):
-        cut(cut_cross_entropy=True)
-    assert cut(cut_cross_entropy=False).cut_cross_entropy is False
+    for name in ("cut_cross_entropy", "diffusion", "diffusion_decision", "diffusion_lm", "kd_trainer"):
+        both = type("Both", (eaves.axolotl.EavesArgs,), {"__annotations__": {name: Any}})
+        with pytest.raises(ValueError, match=f"{name} is True"):
+            both(**{name: True})
+        assert getattr(both(**{name: False}), name) is False
 
 
 def test_settings_that_eaves_does_not_have_are_refused() -> None:
@@ -188,14 +208,25 @@ def test_it_is_active_as_long_as_a_model_is_patched() -> None:
 
 @each("reason", ("unknown", "absent", "broken"))
 def test_a_plugin_that_cannot_be_imported_stops_the_run(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Axolotl prints an ImportError of a plugin and trains without it."""
+    """Axolotl up to 0.20 prints an ImportError of a plugin and trains without it."""
     monkeypatch.delitem(sys.modules, "eaves.axolotl", raising=False)
     version, sentence = {
-        "unknown": ("0.18.0", r"axolotl 0\.18\.0, expected 0\.19\.x"),
-        "absent": (None, r"needs axolotl 0\.19\.x, which is not installed"),
+        "unknown": ("0.18.0", r"axolotl 0\.18\.0, expected 0\.19\.x or 0\.20\.x or 0\.21\.x"),
+        "absent": (None, r"needs axolotl 0\.19\.x .*, which is not installed"),
         "broken": ("0.19.0", r"eaves\.axolotl cannot be imported: .*eaves\.hf"),
     }[reason]
     if reason == "broken":
         monkeypatch.setitem(sys.modules, "eaves.hf", None)
     with installed(version), pytest.raises(RuntimeError, match=sentence):
-        PluginManager.get_instance().register(PLUGIN)
+        config.prepare_plugins(DictDefault({"plugins": [PLUGIN]}))
+
+
+def test_without_eaves_the_run_stops_from_axolotl_0_21_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "eaves.axolotl", raising=False)
+    monkeypatch.setitem(sys.modules, "eaves", None)
+    ends_run = INTEGRATIONS["axolotl"].series() not in ("0.19", "0.20")
+    with pytest.raises(ImportError, match="eaves") if ends_run else contextlib.nullcontext():
+        config.prepare_plugins(DictDefault({"plugins": [PLUGIN]}))
+    assert ends_run or "Error: No module named 'eaves" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """eaves.trl with the trainers of TRL that distil: DistillationTrainer and GKDTrainer, against TRL's own functions."""
 
 import sys
+import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -281,8 +282,12 @@ def test_gkd_keeps_the_loss_of_trl(change: Any, tmp_path: Path) -> None:
     trainer = gkd(tmp_path, None, "llama")
     change(trainer)
     (expected, outputs), exact = compute_loss(trainer, return_outputs=True)
-    with eaves.trl.install():
+    with eaves.trl.install(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         (found, of_ours), grad = compute_loss(trainer, return_outputs=True)
+    said = [str(each.message) for each in caught if "this GKDTrainer keeps its own loss" in str(each.message)]
+    reason = "use_liger_kernel" if change is with_liger else "the head of a model"
+    assert len(said) == (change is not with_metrics) and all(reason in each for each in said)
     assert torch.equal(found, expected) and torch.equal(grad, exact)
     assert torch.equal(of_ours.logits, outputs.logits)
 

@@ -212,10 +212,13 @@ def test_compiled_it_skips_the_logits(fresh_compiler: None) -> None:
 
 
 @each("name", ("llama", "modernbert"))
-def test_the_loss_has_the_name_of_theirs(name: str) -> None:
+def test_the_loss_has_the_name_of_theirs_and_its_number_of_items(name: str) -> None:
     model = model_of(name) if name in MODELS else tiny_model(name)
-    expected = model.loss_function.__name__
-    assert eaves.hf.patch(model).loss_function.__name__ == expected
+    expected = model.loss_function
+    found = eaves.hf.patch(model).loss_function
+    assert found.__name__ == expected.__name__
+    of_theirs, of_ours = (list(inspect.signature(each).parameters) for each in (expected, found))
+    assert of_theirs[:4] == of_ours[:4] and of_ours[3] == "num_items_in_batch"
 
 
 def test_fully_shard_gets_the_head_back_from_an_evaluation(process_group: None) -> None:

@@ -18,6 +18,7 @@ import eaves
 from eaves import _info
 from eaves._replacement import INTEGRATIONS
 from eaves._torch import library as _library
+from integrations import installed
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -122,6 +123,23 @@ def test_the_text_names_torch_python_and_the_backends(report: dict[str, Any]) ->
         assert backend in lines["backends"]
     for sentence in report["extension"]["missing"]:
         assert sentence in result.stdout
+
+
+@pytest.mark.parametrize("name", INTEGRATIONS)
+def test_the_text_says_of_each_library_whether_it_is_active(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    integration = INTEGRATIONS[name]
+
+    def said(version: str | None, is_active: bool) -> str:
+        monkeypatch.setattr(integration, "is_active", lambda: is_active)
+        with installed(version):
+            text = _info.text(_info.collect())
+        return re.findall(rf"^{name} +(.*)", text, re.M)[-1]  # the version of torch has a line before
+
+    known = f"{integration.known[-1]}.9"
+    assert said(None, False) == "not installed"
+    assert said("99.0", False) == f"99.0, which eaves.{name} does not know"
+    assert said(known, False) == f"{known}, active {integration.turned_on}"
+    assert said(known, True) == f"{known}, active in this process"
 
 
 def test_both_say_the_same_gpus(report: dict[str, Any], cuda: torch.device) -> None:

@@ -85,20 +85,29 @@ def test_classes_may_be_bytes() -> None:
     torch.testing.assert_close(found, F.linear_cross_entropy(x, head, target))
 
 
-def test_what_eaves_lacks_is_theirs(calls: list[dict[str, Any]]) -> None:
+def test_what_eaves_lacks_is_theirs_and_told(calls: list[dict[str, Any]]) -> None:
     torch.manual_seed(1)
     module = torch.nn.LinearCrossEntropyLoss(8, 5, out_features=(2,))
     x, target = torch.randn(4, 8), torch.randint(0, 5, (4, 2))
     given = torch.randn(4, 8), torch.randn(5, 8), torch.randn(4, 5).softmax(-1)
     expected = step(module, x, target)
     with eaves.torch.install():
-        for ours, theirs in zip(step(module, x, target), expected, strict=True):
+        with pytest.warns(UserWarning, match="of a K-dimensional loss"):
+            found = step(module, x, target)
+        for ours, theirs in zip(found, expected, strict=True):
             assert torch.equal(ours, theirs)
         soft = given[2].requires_grad_()
-        F.linear_cross_entropy(*given).backward()
+        with pytest.warns(UserWarning, match="of probabilities that require a gradient"):
+            F.linear_cross_entropy(*given).backward()
         assert soft.grad is not None
-        with pytest.raises(RuntimeError, match="ignore_index cannot be specified"):
+        with (
+            pytest.warns(UserWarning, match="of probabilities with an ignore_index"),
+            pytest.raises(RuntimeError, match="ignore_index cannot be specified"),
+        ):
             F.linear_cross_entropy(given[0], given[1], given[2].detach(), ignore_index=1)
+        on_meta = [each.to("meta") for each in (x, given[1], target[:, 0])]
+        with pytest.warns(UserWarning, match="of a tensor on meta"):
+            assert F.linear_cross_entropy(*on_meta).device.type == "meta"
     assert not calls
 
 

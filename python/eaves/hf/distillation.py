@@ -7,6 +7,7 @@ each model's forward applies.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,9 @@ def gkd_loss(theirs: Callable[..., Any], workspace_bytes: int | None) -> Callabl
         needs_logits = return_outputs and self.compute_metrics is not None
         has_liger = getattr(self, "use_liger_gkd_loss", False)  # up to TRL 1.13
         if needs_logits or has_liger or any(head is None for head in heads):
+            if not needs_logits:
+                reason = "use_liger_kernel chooses Liger's" if has_liger else "eaves does not take the head of a model"
+                warnings.warn(f"eaves.trl: this {type(self).__name__} keeps its own loss: {reason}", stacklevel=2)
             return theirs(self, model, inputs, return_outputs, num_items_in_batch)
         self.teacher_model.eval()
         columns = {name: inputs[name] for name in ("input_ids", "attention_mask")}

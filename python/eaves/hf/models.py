@@ -355,12 +355,17 @@ def _patched_class(original: Any) -> Any:
     def loss_function(self: Any) -> Any:
         chosen, options = original_loss(self), self._eaves_options
 
-        # Functions with the names of transformers' losses, because Unsloth reads the names.
-        def ForCausalLMLoss(*args: Any, **kwargs: Any) -> Tensor:
-            return causal_lm_loss(options, *args, **kwargs)
+        # Functions with the names of transformers' losses, because Unsloth reads the names, and with the parameter
+        # num_items_in_batch: without it Axolotl's trainer (from 0.21 on) divides each micro-batch by its own labels.
+        def ForCausalLMLoss(
+            logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, *args: Any, **kwargs: Any
+        ) -> Tensor:
+            return causal_lm_loss(options, logits, labels, vocab_size, num_items_in_batch, *args, **kwargs)
 
-        def ForMaskedLMLoss(*args: Any, **kwargs: Any) -> Tensor:
-            return masked_lm_loss(options, *args, **kwargs)
+        def ForMaskedLMLoss(
+            logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, *args: Any, **kwargs: Any
+        ) -> Tensor:
+            return masked_lm_loss(options, logits, labels, vocab_size, num_items_in_batch, *args, **kwargs)
 
         if chosen is of_causal:
             return ForCausalLMLoss

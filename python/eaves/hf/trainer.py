@@ -61,15 +61,22 @@ def _methods(options: dict[str, Any], theirs: tuple[Any, ...]) -> tuple[Any, ...
         if self.model_init is not None:  # on the instance, because train() calls it even after uninstall()
             self.call_model_init = functools.partial(_made_model, self, self.call_model_init, options)
 
+    return init, skipping_logits(their_prediction_step)
+
+
+def skipping_logits(their_prediction_step: Any, *losses: Any) -> Any:
+    """A method prediction_step that skips the logits if only the loss is read. `losses` are methods compute_loss of
+    subclasses of Trainer that take the model's loss and read no logits."""
+
     @functools.wraps(their_prediction_step)
     def prediction_step(
         self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *arguments: Any, **keywords: Any
     ) -> Any:
-        if prediction_loss_only and _may_skip_logits(self, inputs):
+        if prediction_loss_only and _may_skip_logits(self, inputs, losses):
             inputs = {**inputs, "skip_logits": True}
         return their_prediction_step(self, model, inputs, prediction_loss_only, *arguments, **keywords)
 
-    return init, prediction_step
+    return prediction_step
 
 
 def _made_model(trainer: Any, make: Any, options: dict[str, Any], *arguments: Any, **keywords: Any) -> Any:
@@ -117,16 +124,16 @@ def _refuse_liger(arguments: Any) -> None:
         )
 
 
-def _may_skip_logits(trainer: Any, inputs: Any) -> bool:
+def _may_skip_logits(trainer: Any, inputs: Any, losses: tuple[Any, ...]) -> bool:
     try:
         base: Any = base_of(trainer.model, "patch")
     except TypeError:
         return False
-    their_loss = import_module("transformers.trainer").Trainer.compute_loss
+    losses = (import_module("transformers.trainer").Trainer.compute_loss, *losses)
     computes_loss = (
         trainer.label_smoother is not None
         or trainer.compute_loss_func is not None
-        or getattr(trainer.compute_loss, "__func__", None) is not their_loss  # may take the labels away, or read logits
+        or getattr(trainer.compute_loss, "__func__", None) not in losses  # may take the labels away, or read logits
     )
     has_choice = is_patched_model(base) and base._eaves_skip_logits is None
     return has_choice and not computes_loss and inputs.get("labels") is not None
