@@ -51,7 +51,7 @@ DType dtype_of(ffi::DataType type) {
     case ffi::DataType::S64:
       return DType::int64;
     default:
-      throw Unsupported("eaves.jax: a buffer has a dtype that eaves does not have");
+      throw Unsupported("eaves.jax: a buffer has a dtype that eaves does not support");
   }
 }
 
@@ -124,7 +124,7 @@ ffi::Error run(std::string_view description, ffi::RemainingArgs operands, ffi::R
   } catch (const Unsupported& error) {
     return ffi::Error(ffi::ErrorCode::kUnimplemented, error.what());
   } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "eaves.jax: no memory");
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "eaves.jax: out of memory");
   } catch (const std::exception& error) {
     return ffi::Error::Internal(error.what());
   }
