@@ -130,6 +130,6 @@ def test_compiled_modules_call_eaves() -> None:
 
 
 def test_another_pytorch_is_refused() -> None:
-    sentence = r"eaves\.torch: this is torch 2\.99\.0, expected 2\.13\.x or .*: nothing is replaced"
+    sentence = r"eaves\.torch: torch has version 2\.99\.0, expected 2\.13\.x or .*; nothing was replaced"
     with installed("2.99.0"), pytest.raises(RuntimeError, match=sentence):
         eaves.torch.install()
