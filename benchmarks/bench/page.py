@@ -72,7 +72,7 @@ def draw(path: Path, operators: Sequence[Operator], names: Iterable[str] | None 
     folder = Folder(path, operators)
     if not folder.files:
         example = results.file_name(operators[0].name, PROTOCOLS[0])
-        raise InvalidArgument(f'page: "{path}" has no result file, expected such as {example}')
+        raise InvalidArgument(f'page: "{path}" has no result file, expected for example {example}')
     pictures = results.check_folder("page", path / "plots")
     try:
         from . import plot
@@ -207,6 +207,12 @@ def _reason(provider: Provider, content: dict[str, Any]) -> str:
 
 def main(parser: ArgumentParser, argv: Sequence[str]) -> None:
     """Draws the pages and curves of folders again, without measuring."""
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="such as benchmarks/results/intel-xeon")
+    parser.add_argument(
+        "folders",
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="folder of result files, such as benchmarks/results/intel-xeon",
+    )
     for folder in parser.parse_args(argv).folders:
         draw(folder, OPERATORS)

@@ -243,7 +243,7 @@ def test_a_gradient_with_only_its_largest_elements_is_a_wrong_result() -> None:
     wanted[:, 7] = -1
     assert verify.difference({"gradient 0": wanted * 1.05}, {"gradient 0": wanted}) == ""
     assert verify.difference({"gradient 0": wanted.where(wanted < 0, 0)}, {"gradient 0": wanted}) == (
-        "wrong result: gradient 0 is off by 4 from that of eaves in all, 8 in all"
+        "wrong result: gradient 0 differs from eaves by 4 in sum, its sum is 8"
     )
 
 
