@@ -132,7 +132,8 @@ Measurement Harness::measure(const Row& row) {
   Measurement result;
   const std::int64_t row_bytes = row.read_bytes + row.write_bytes;
   if (options_.max_bytes > 0 && row_bytes > options_.max_bytes) {
-    result.skipped = fmt::format("skipped: it moves {} bytes, more than --max-bytes {}", row_bytes, options_.max_bytes);
+    result.skipped = fmt::format("skipped: it moves {}, more than --max-bytes {}", cli::format_bytes(row_bytes),
+                                 cli::format_bytes(options_.max_bytes));
     return result;
   }
   const std::int64_t limit_bytes = row.make_limit ? row.limit_bytes : row_bytes;

@@ -193,6 +193,9 @@ std::string text_table(const MeasuredTable& measured) {
       rows.back().cells.push_back(three_digits(number));
     }
   });
+  const bool has_numbers =
+      std::any_of(rows.begin() + 1, rows.end(), [](const TextRow& row) { return !row.cells.empty(); });
+  if (!has_numbers) rows.erase(rows.begin());  // the heads of the columns
   const Table& table = measured.table;
   return layout(fmt::format("{} {}, {}", table.op, join(table.rows.front(), table, true), name_of(table.dtype)), rows);
 }

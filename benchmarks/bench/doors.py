@@ -86,7 +86,7 @@ DOORS = {
 }  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------------- one process
+# ----------------------------------------------------------------------------------------------------------- a process
 
 
 def _model(sizes: Sizes, device: torch.device) -> Any:
@@ -187,7 +187,7 @@ def _in_a_process(connection: Any, name: str, *settings: Any) -> None:
         connection.send({"skipped": reason(error)})
 
 
-# --------------------------------------------------------------------------------------------------------- all of them
+# ----------------------------------------------------------------------------------------------------------- all lines
 
 
 def measure(names: Sequence[str], seconds: float, *settings: Any) -> Iterator[dict[str, Any]]:

@@ -247,7 +247,7 @@ def headline_table(all_tables: Sequence[Table]) -> list[list[str]]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------------------- in words
+# ------------------------------------------------------------------------------------------------------------ sentences
 
 
 class _Pair(NamedTuple):
@@ -309,7 +309,7 @@ def _grouped(items: Iterable[Any], key: Callable[[Any], tuple[str, ...]]) -> dic
     return groups
 
 
-# ------------------------------------------------------------------------------------------------ where peers are ahead
+# -------------------------------------------------------------------------------------------------- rows that peers win
 
 
 def slower(all_tables: Sequence[Table]) -> list[list[str]]:

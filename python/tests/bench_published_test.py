@@ -36,7 +36,7 @@ def page_of(folder: Path, *chosen: Document) -> str:
     return draw(chosen, folder)[0]
 
 
-# ------------------------------------------------------------------------------------------------------------ as stated
+# ----------------------------------------------------------------------------------------------------- published tables
 
 
 def test_fifty_tables_of_five_documents_are_stated() -> None:
@@ -110,7 +110,7 @@ def test_a_difference_is_one_line_with_its_cause_and_a_missing_number_is_said() 
     assert published.differences(DOCUMENTS["logsumexp"], memory, {"to": [109.0], "published to": [100.0]}) == []
 
 
-# ------------------------------------------------------------------------------------------------------------- measured
+# ------------------------------------------------------------------------------------------------------ measured tables
 
 NUMBERS = {"to": (1.0, 2.0), "fails": (3.0, 4.0), "tr": (5.0, 6.0)}
 TOY = Document(

@@ -291,7 +291,7 @@ def test_the_rest_of_a_tensor_may_be_used_after_a_slice_of_it_was_written_over(d
 
 def test_logits_can_be_given_again_after_a_call_in_place_that_was_refused(device: torch.device) -> None:
     if device.type != "cpu":
-        pytest.skip("a GPU is not waited for, and refuses no class")
+        pytest.skip("the host does not wait for a GPU, which refuses no class")
     leaf = random_tensor((9, 33), torch.float32, device).requires_grad_()
     logits = leaf * 1
     with pytest.raises(ValueError, match=r"^cross_entropy: target\[0\] is 99"):

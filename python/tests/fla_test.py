@@ -320,7 +320,7 @@ def test_a_group_has_the_vocabulary_in_pieces(two_ranks: Ranks) -> None:
             assert_close(ours, exact.detach(), 1e-5)
 
 
-# ------------------------------------------------------------------------------------------- what FLA computes itself
+# ------------------------------------------------------------------------------------------- calls that stay with FLA
 
 
 class OfFla(Exception):
@@ -362,7 +362,7 @@ def test_fla_computes_what_is_on_another_device(of_fla: Callable[..., None]) -> 
         of_head.fused_linear_cross_entropy_fwd(head, torch.zeros(CLASSES, dtype=torch.int64, device="meta"), head)
 
 
-# ------------------------------------------------------------------------------------------------ what is replaced when
+# --------------------------------------------------------------------------------------------------------- installation
 
 
 def test_it_is_undone_by_uninstall_by_the_end_of_a_block_and_by_the_environment(

@@ -308,7 +308,7 @@ def test_heads_of_student_and_teacher_are_gathered(
     cpu_ranks.run(distilled, divergence, reduction, are_both, ranks=2)
 
 
-# ----------------------------------------------------------------------------------------------------------- the edges
+# ---------------------------------------------------------------------------------------------------------- edge cases
 
 
 def without_gradients(group: distributed.ProcessGroup) -> None:

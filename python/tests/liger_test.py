@@ -280,7 +280,7 @@ def test_what_the_jsd_of_chunked_loss_refuses() -> None:
             chunked_loss.LigerFusedLinearJSDLoss(weight_soft_loss=0.0)(rows, head, rows, head, targets)
 
 
-# ----------------------------------------------------------------------------------------------------- what is replaced
+# --------------------------------------------------------------------------------------------------- replaced functions
 
 
 def test_every_module_that_imported_liger_s_functions_has_eaves() -> None:

@@ -341,7 +341,7 @@ def test_under_autocast_a_second_derivative_of_the_head_is_refused_and_not_lost(
             torch.autograd.grad(grad.sum(), leaf)
 
 
-# ----------------------------------------------------------------------------------- rules that the core has too
+# ----------------------------------------------------------------------------------------------- argument checks
 
 
 def test_arguments_are_those_of_the_extension() -> None:

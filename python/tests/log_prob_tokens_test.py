@@ -171,7 +171,7 @@ def test_temperatures_may_lack_axes_of_the_rows_and_have_any_dtype(
             assert_refused_by(function, function.__name__, ValueError, sentence, *tensors, **given)
 
 
-# ------------------------------------------------------------------------------------------------------------ the edges
+# ----------------------------------------------------------------------------------------------------------- edge cases
 
 
 @each("has_temperatures", (False, True))

@@ -249,7 +249,7 @@ def test_prime_rl_ignores_rows_and_takes_options(monkeypatch: pytest.MonkeyPatch
     assert given[1]["softcap"] == 3.0 and "algorithm" not in given[1]
 
 
-# ---------------------------------------------------------------------------------------------------- what is replaced
+# -------------------------------------------------------------------------------------------------- replaced functions
 
 
 @each("library", tuple(LIBRARIES))

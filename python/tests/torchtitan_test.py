@@ -154,7 +154,7 @@ def test_the_head_is_as_it_was_behind_a_call_and_an_error() -> None:
     assert vars(head)["forward"] is replaced
 
 
-# ---------------------------------------------------------------------------------------------------------- the line
+# ------------------------------------------------------------------------------------------------- the configuration
 
 
 def test_the_recipe_puts_the_loss_into_the_configuration() -> None:

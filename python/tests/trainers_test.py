@@ -213,7 +213,7 @@ def test_a_trainer_of_trl_takes_the_same_steps(make: Any, tmp_path: Path, monkey
                 assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-4, nan_ok=True), f"{name} {lora}"
 
 
-# ------------------------------------------------------------------------------------------------ what is replaced when
+# --------------------------------------------------------------------------------------------------------- installation
 
 
 def theirs() -> Any:

@@ -21,7 +21,7 @@ namespace {
 
 using nlohmann::json;
 
-// ---- the members of each function's arguments, by the names that the public headers give them ----------------------
+// ---- argument members by name --------------------------------------------------------------------------------------
 
 #define EAVES_MEMBER(member) visit(#member, args.member)
 

@@ -146,7 +146,7 @@ ffi::Error run_on_gpu(void* stream, std::int32_t device, ffi::RemainingArgs oper
   return run(description, operands, results, {DeviceType::cuda, device}, context, workspace_bytes);
 }
 
-// ---- questions while JAX traces ------------------------------------------------------------------------------------
+// ---- tracing ------------------------------------------------------------------------------------------------------
 
 DType dtype_of(const std::string& name) {
   for (const DType dtype :

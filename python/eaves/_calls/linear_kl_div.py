@@ -130,7 +130,7 @@ def _all_rows(own: Tensor, shard: ShardArguments) -> Tensor:
     return cast("Tensor", AllRows.apply(own, shard))  # type: ignore[no-untyped-call]
 
 
-# ------------------------------------------------------------------------------------------------------------- the rest
+# --------------------------------------------------------------------------------------------------- settings and ranks
 
 
 def _settings(call: KlDivCall, names: Sequence[str], kind: str, mode: int) -> Settings:
