@@ -183,7 +183,8 @@ TEST_P(CpuGemm, WorksFromSeveralThreadsAtOnce) {
 class CpuGemmByOneDnn : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (!has_onednn_gemm(DType::float32)) GTEST_SKIP() << "oneDNN is not installed (libdnnl.so.3 or libdnnl.so.2 with OpenMP)";
+    if (!has_onednn_gemm(DType::float32))
+      GTEST_SKIP() << "oneDNN is not installed (libdnnl.so.3 or libdnnl.so.2 with OpenMP)";
   }
 };
 
