@@ -68,7 +68,7 @@ def test_a_process_that_dies_or_hangs_is_a_line_that_says_so() -> None:
     killed = []
     process = SimpleNamespace(join=lambda timeout: None, kill=lambda: killed.append(True), exitcode=-9)
     ours, theirs = multiprocessing.Pipe()
-    assert answer(process, ours, 0.01) == {"skipped": "took more than 0.01 s"} and killed
+    assert answer(process, ours, 0.01) == {"skipped": "it took more than 0.01 s"} and killed
     theirs.close()
     for is_turn in (False, True):
         assert answer(process, ours, 0.01, is_turn) == {"skipped": "its process ended with exit code -9"}

@@ -106,8 +106,8 @@ CALLS: list[Call] = [
         (3, TypeError, "grad_weight_out is a int"),
         (OUT.half(), ValueError, "grad_weight_out has dtype float16, expected bfloat16 or float32"),
         (OUT[:4], ValueError, r"grad_weight_out has shape \[4, 3\], expected \[5, 3\]"),
-        (OUT.view(3, 5).t(), ValueError, r"grad_weight_out has strides \[1, 5\], expected features"))),
-    ({"grad_weight_out": OUT, "grad_weight_dtype": torch.float32}, ValueError, "grad_weight_dtype is given beside"),
+        (OUT.view(3, 5).t(), ValueError, r"grad_weight_out has strides \[1, 5\], expected unit stride"))),
+    ({"grad_weight_out": OUT, "grad_weight_dtype": torch.float32}, ValueError, "grad_weight_dtype is given, but"),
 ]  # fmt: skip
 
 

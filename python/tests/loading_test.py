@@ -18,7 +18,7 @@ def test_a_torch_that_is_too_old_is_refused_with_both_versions(version: str, mon
     with pytest.raises(ImportError) as caught:
         _library._load()
     message = str(caught.value)
-    assert f"PyTorch {_library.TORCH_TARGET} or newer" in message and f"this is {version}" in message
+    assert f"PyTorch {_library.TORCH_TARGET} or newer" in message and f"but {version} is installed" in message
 
 
 @pytest.mark.parametrize("version", [_library.TORCH_TARGET + ".0", "2.110.0a0+git1234567", "3.0.0"])

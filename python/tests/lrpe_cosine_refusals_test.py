@@ -151,7 +151,7 @@ def test_what_the_module_refuses() -> None:
         ({}, (1, 6, 4, 8), None, r"x has 8 features, expected 16 \(head_dim of the module\)"),
         ({}, (1, 6, 4, 16), (2, 3), r"grid is \[2, 3\], expected a grid of 1 axes \(as in the module\)"),
         ({"axes": 2}, (1, 6, 4, 16), None, r"grid is None .one axis., expected a grid of 2 axes \(as in the module\)"),
-        ({"axes": 2}, (1, 6, 4, 16), (1, 2, 3), r"grid is \[1, 2, 3\], expected one of 2 axes"),
+        ({"axes": 2}, (1, 6, 4, 16), (1, 2, 3), r"grid is \[1, 2, 3\], expected a grid of 2 axes"),
     ],
 )
 def test_a_module_refuses_what_its_angles_were_not_made_for(

@@ -15,7 +15,7 @@ from pairwise import pairwise
 
 F = torch.nn.functional
 # With a PyTorch that has the function and that eaves.torch does not know, these tests fail in the words of install().
-pytestmark = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this PyTorch has no linear_cross_entropy")
+pytestmark = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this PyTorch lacks the function")
 
 
 @pytest.fixture(autouse=True)
