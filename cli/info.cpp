@@ -24,7 +24,10 @@ std::string gpu_line(const GpuInfo& gpu) {
 void print_text(const SystemInfo& system) {
   fmt::print("eaves     {} (commit {}, {})\n", system.version, system.commit, system.compiler);
   fmt::print("backends  cpu{}\n", system.has_cuda_backend ? ", cuda" : "");
-  fmt::print("CPU       {}, vectors {}\n", runtime::device_name(kCpu), system.cpu_level);
+  // AVX3 is Highway's name.
+  const std::string vectors =
+      system.cpu_level.starts_with("AVX3") ? "AVX-512 (" + system.cpu_level + ")" : system.cpu_level;
+  fmt::print("CPU       {}, vectors {}\n", runtime::device_name(kCpu), vectors);
   fmt::print("matmul    on the CPU: {}\n", system.cpu_gemm);
   if (system.has_cuda_backend) {
     fmt::print("CUDA      {} for {}, driver {}\n", system.cuda_build_version, system.cuda_architectures,

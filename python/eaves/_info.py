@@ -122,14 +122,16 @@ def text(report: dict[str, Any]) -> str:
     """The report as readable lines."""
     ours, of_torch = report["extension"], report["torch"]
     cuda = ours["cuda"]
-    threads = f", torch uses {of_torch['threads']}" if of_torch else ""
+    threads = f", torch uses {of_torch['threads']} threads" if of_torch else ""
+    level = ours["cpu"]["level"]
+    vectors = f"AVX-512 ({level})" if level.startswith("AVX3") else level  # AVX3 is Highway's name
     lines = [
         ("eaves", f"{ours['version']} (commit {ours['commit']}, {ours['compiler']})"),
         ("backends", ", ".join(ours["backends"])),
         ("torch", _torch(report)),
         ("jax", _jax(report["jax"])),
         ("python", report["python"]),
-        ("CPU", f"{ours['cpu']['name']}, vectors {ours['cpu']['level']}{threads}"),
+        ("CPU", f"{ours['cpu']['name']}, vectors {vectors}{threads}"),
         ("matmul", f"on the CPU: {ours['cpu']['matrix_products']}"),
     ]
     for name, trainer in report["trainers"].items():
