@@ -35,6 +35,9 @@ test: ## install missing packages, build, run every test and count the results
 	@tools/wheel $(JOBS) $(OPTIONS)
 	@tools/run_tests $(BUILD)
 
+docs: ## install mkdocs in build/site_venv, build the documentation's site in build/site and check its links
+	@tools/site
+
 format: ## format the C++ and Python sources
 	@tools/setup
 	@tools/format
@@ -42,4 +45,4 @@ format: ## format the C++ and Python sources
 clean: ## remove all build outputs; installed packages stay
 	@rm -rf build dist
 
-.PHONY: help build bench published wheel test format clean
+.PHONY: help build bench published wheel test docs format clean

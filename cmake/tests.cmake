@@ -19,6 +19,11 @@ add_test(NAME install_and_examples
                  GENERATOR=${CMAKE_GENERATOR} -D CXX=${CMAKE_CXX_COMPILER} -P
                  ${PROJECT_SOURCE_DIR}/cmake/install_test.cmake)
 
+# A configuration for another system ends with one sentence.
+add_test(NAME other_systems COMMAND ${CMAKE_COMMAND} -S ${PROJECT_SOURCE_DIR} -B ${PROJECT_BINARY_DIR}/other_system -D
+                                    CMAKE_SYSTEM_NAME=FreeBSD -D CMAKE_CXX_COMPILER=${CMAKE_CXX_COMPILER})
+set_tests_properties(other_systems PROPERTIES PASS_REGULAR_EXPRESSION "eaves needs Linux, but this system is FreeBSD")
+
 # Tests in Python. tools/setup puts the packages that they need into .venv.
 set(python ${PROJECT_SOURCE_DIR}/.venv/bin/python)
 if(NOT EXISTS ${python})
@@ -28,6 +33,7 @@ endif()
 if(python)
   add_test(NAME check_docs_test COMMAND ${python} -B tools/check_docs_test.py WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   add_test(NAME run_tests_test COMMAND ${python} -B tools/run_tests_test.py WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  add_test(NAME site_pages_test COMMAND ${python} -B tools/site_pages_test.py WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   add_test(NAME test_integrations_test COMMAND ${python} -B tools/test_integrations_test.py WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   add_test(NAME test_newest_torch_test COMMAND ${python} -B tools/test_newest_torch_test.py WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   # The tests of the Python package as tools/wheel has installed it, never of the sources.

@@ -12,6 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+if sys.platform != "linux":
+    way_out = "install it in a Linux container, or on Windows in WSL 2"
+    sys.exit(f"eaves needs Linux, but this system is {sys.platform}: {way_out}")
+
 from scikit_build_core.build import *  # noqa: F403  # everything that a build backend has
 from scikit_build_core.build import get_requires_for_build_wheel as _requirements
 

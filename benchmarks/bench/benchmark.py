@@ -25,6 +25,8 @@ Forward = Callable[..., Tensor]
 
 PROGRAM = "python benchmarks"
 
+_IN_GRAPH = "in_graph"
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -88,6 +90,19 @@ class Row:
         return bool(self.options.get("in_place"))
 
     @property
+    def in_graph(self) -> bool:
+        """True if the call is captured in a CUDA graph, whose replay is timed."""
+        return bool(self.options.get(_IN_GRAPH))
+
+    def captured(self) -> Row:
+        """The same row in a CUDA graph."""
+        return replace(self, options={**self.options, _IN_GRAPH: True})
+
+    def eager(self) -> Row:
+        """The same row without a CUDA graph. An operator declares no other row, and sees no other."""
+        return replace(self, options={key: value for key, value in self.options.items() if key != _IN_GRAPH})
+
+    @property
     def case(self) -> dict[str, Any]:
         """The first keys of the row in the result file."""
         head = {"op": self.op, "mode": self.mode, "dtype": self.dtype}
@@ -134,7 +149,7 @@ class Provider:
         return getattr(import_module(module), name) if name else import_module(module)
 
     def forward(self, row: Row) -> Forward:
-        return self.make(self.load(), row)
+        return self.make(self.load(), row.eager())
 
 
 def peer(name: str, source: str, make: Any, packages: str, lacks: Callable[[Row], str], note: str = "") -> Provider:

@@ -2,7 +2,7 @@
 tokamax's XLA implementation, the three matrix products alone as JAX runs them, and eaves from PyTorch if PyTorch has
 the same device. Also measures the host's time of a small jitted call.
 
-    python benchmarks jax --json jax.json --plot jax.png
+    python benchmarks jax --json jax.json
 
 Each contestant is one compiled program. They take turns, and an untimed call of the same contestant precedes each timed
 call, because a GPU's clock depends on the power that it has just drawn. The clock times a call until its results exist,
@@ -20,7 +20,6 @@ import functools
 import importlib
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -43,7 +42,7 @@ _SMALL_CALLS = 100
 
 PUBLISHED = (Shape(32768, 2560, 128256), Shape(12288, 4096, 131072))
 CURVE = tuple(Shape(12288, 4096, classes) for classes in (4096, 16384, 32768, 65536))
-"""Smaller vocabularies of the second published shape, for the curves."""
+"""Smaller vocabularies of the second published shape, for the picture that `page` draws."""
 QUICK = Shape(512, 64, 1024)
 
 Loss = Callable[..., jax.Array]
@@ -195,44 +194,16 @@ def bars(rows: Sequence[Mapping[str, Any]], host_us: Mapping[str, float]) -> lis
             for what, shape, value, limit in found]  # fmt: skip
 
 
-def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draws time and memory over the number of classes, a panel each, for the rows and features of most shapes."""
-    from . import plot
-
-    measured = [(parse_shape(row["shape"]), row) for row in rows if "ms" in row]
-    heads = [shape[:2] for shape in dict.fromkeys(shape for shape, _ in measured)]
-    head = max(heads, key=heads.count, default=(0, 0))
-
-    def panel(axes: Any, index: int) -> None:
-        key, unit, quantity = (("ms", 1, "ms"), ("memory_bytes", 2**20, "MiB beside the arguments"))[index]
-        for name in dict.fromkeys(row["provider"] for _, row in measured):
-            points = sorted((shape.classes, row[key] / unit) for shape, row in measured
-                            if (shape[:2], row["provider"]) == (head, name))  # fmt: skip
-            style = "--" if name == "products" else "-"
-            axes.plot(*zip(*points), label=name, marker="o", markersize=4, linestyle=style)
-        axes.set_xscale("log", base=2)
-        axes.set(yscale="log", xlabel="classes", ylabel=quantity)
-        axes.grid(color="#DDDDDD")
-
-    of_head = f"{head[0]} rows of {head[1]} features, forward and backward"
-    plot.save(plot.figure(2, panel, f"{of_head}\n{title}"), path)
-
-
 def main(parser: ArgumentParser, argv: Sequence[str]) -> int:
-    parser.add_argument(
-        "--shape", type=parse_shape, action="append", help="rows x features x classes; repeat it for more shapes"
-    )
+    parser.add_argument("--shape", type=parse_shape, action="append",
+        help="rows x features x classes; repeat it for more shapes")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help=f"measure {QUICK} instead of the published shapes")
     parser.add_argument("--repetitions", type=int, default=10, help="number of repetitions of each row (10)")
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
-    parser.add_argument("--plot", metavar="FILE", help="also draw the curves into this file; needs matplotlib")
     arguments = parser.parse_args(argv)
-    if arguments.plot:
-        importlib.import_module(".plot", __package__)  # fails now if matplotlib is missing
     if not (arguments.shape or arguments.quick) and jax.default_backend() != "gpu":
         raise InvalidArgument("JAX finds no GPU, which the published shapes need; expected --quick or --shape")
-    json, plot = (path and results.check_file(f"--{name}", path)
-                  for name, path in (("json", arguments.json), ("plot", arguments.plot)))  # fmt: skip
+    json = arguments.json and results.check_file("--json", arguments.json)
     rows = []
     say(f"{'shape':<20} {'provider':<16} {'ms':>10} {'MiB':>10}")
     for shape in arguments.shape or ([QUICK] if arguments.quick else PUBLISHED + CURVE):
@@ -254,6 +225,4 @@ def main(parser: ArgumentParser, argv: Sequence[str]) -> int:
             "versions": versions, "rows": rows, "host_us": host_us, "bars": found,
         }  # fmt: skip
         results.write(json, report)
-    if plot:
-        draw(plot, rows, f"{device.device_kind}, eaves {versions['eaves']}, jax {versions['jax']}")
     return int(device.platform == "gpu" and any(bar["holds"] is False for bar in found))

@@ -1,19 +1,19 @@
 """The two pages of a device, drawn only from the result files in its folder. README.md has an operator's longest rows,
-its curves, and the rows in which a peer is ahead; details.md has every other row. `python benchmarks page` draws them.
+its pictures, and the rows in which a peer is ahead; details.md has every other row. `python benchmarks page` draws all.
 """
 
 from __future__ import annotations
 
+import json
 import re
-import sys
 from argparse import ArgumentParser
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
 from eaves._command_line import say
 
-from . import doors, results, tables
+from . import doors, plot, results, tables
 from .benchmark import PROGRAM, InvalidArgument, Operator, Provider
 from .calls import PROTOCOLS
 from .operators import OPERATORS
@@ -55,6 +55,17 @@ that `algorithm`. The backward of linear_cross_entropy by itself is `recompute` 
 has computed the gradients by then."""
 
 
+_OTHERS: dict[str, tuple[str, str, Callable[[Any], dict[str, str]]]] = {
+    "jax": (
+        "From JAX",
+        "`limit` is the matrix products alone, `eaves-pytorch` is called from PyTorch; memory excludes the arguments",
+        plot.of_jax,
+    ),
+    "train_language_model": ("A model that trains", "its losses, step by step", plot.of_training),
+}
+"""Heading, words and pictures of the files of other programs."""
+
+
 class Folder:
     """The result files of a device."""
 
@@ -67,40 +78,43 @@ class Folder:
         return self.tables.get(results.file_name(operator.name, protocol), [])
 
 
-def draw(path: Path, operators: Sequence[Operator], names: Iterable[str] | None = None) -> None:
-    """Draws the curves of these files, or of every file, then the pages."""
+def draw(path: Path, operators: Sequence[Operator]) -> None:
+    """Draws the pages and their pictures."""
     folder = Folder(path, operators)
     if not folder.files:
         example = results.file_name(operators[0].name, PROTOCOLS[0])
         raise InvalidArgument(f'page: "{path}" has no result file, expected for example {example}')
-    pictures = results.check_folder("page", path / "plots")
-    try:
-        from . import plot
-
-        for name in folder.files if names is None else names:
-            content = folder.files[name]
-            device, of, op = content["device"], content["versions"], content["rows"][0]["op"]
-            where = f"{device}, eaves {of['eaves']}, torch {of['torch']}"
-            for picture in plot.draw(pictures, op, content["protocol"], folder.tables[name], where):
-                say(f"# wrote {picture}")
-    except InvalidArgument as error:  # without matplotlib the pages are drawn all the same
-        print(f"# no curves are drawn: {error}", file=sys.stderr)
+    results.check_folder("page", path / "plots")
     for name, text in texts(folder).items():
         results.write(path / name, text)
-        say(f"# wrote {path / name}")
+    say(f"# wrote {path / PAGE}, {DETAILS}, plots/")
 
 
 def texts(folder: Folder) -> dict[str, str]:
-    """The pages by their names."""
-    drawn = {PAGE: _page(folder), DETAILS: _details(folder)}
-    return {name: "\n".join(lines).rstrip("\n") + "\n" for name, lines in drawn.items()}
+    """The pages and pictures by their names."""
+    pictures = _pictures(folder)
+    drawn = {PAGE: _page(folder, pictures), DETAILS: _details(folder)}
+    return {name: "\n".join(lines).rstrip("\n") + "\n" for name, lines in drawn.items()} | pictures
+
+
+def _pictures(folder: Folder) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for operator in folder.operators:
+        if tables_of := folder.of(operator, PROTOCOLS[0]):
+            head = folder.files[results.file_name(operator.name, PROTOCOLS[0])]
+            device = f"{head['device']}, eaves {head['versions']['eaves']}, torch {head['versions']['torch']}"
+            found |= plot.of_operator(operator.name, tables_of, device)
+    for name, (_, _, draw_it) in _OTHERS.items():
+        if (path := folder.path / f"{name}.json").exists():
+            found |= draw_it(json.loads(path.read_bytes()))
+    return {f"plots/{name}.svg": text for name, text in found.items()}
 
 
 def _device(folder: Folder) -> str:
     return next(iter(folder.files.values()))["device"] if folder.files else "no device"
 
 
-def _page(folder: Folder) -> list[str]:
+def _page(folder: Folder, pictures: Container[str]) -> list[str]:
     accumulates = any(folder.of(each, "accumulate") for each in folder.operators)
     rest = "memory by size, and protocol `accumulate`" if accumulates else "and memory by size"
     lines = [f"# {_device(folder)}: eaves beside its peers", "", _HEAD, "", _REST.format(rest), ""]
@@ -116,10 +130,13 @@ def _page(folder: Folder) -> list[str]:
             measured = {name for table in found for name in table.names("ms")}
             lines += [line for each in operator.providers if each.name in measured and each.note
                       for line in (each.note, "")]  # fmt: skip
-            lines += _images(folder, operator, "time", "memory")
+            lines += _images(pictures, operator.name)
             lines += [f"- {sentence}" for sentence in tables.summary(found)] + [""]
             lines += [line for table in chosen if table.is_curve for line in _table(table, "ms", "")]
     lines += doors.section(folder.path)
+    for name, (heading, words, _) in _OTHERS.items():
+        if images := _images(pictures, name):
+            lines += [f"## {heading}", "", f"From [{name}.json]({name}.json): {words}.", "", *images]
     everything = [table for each in folder.tables.values() for table in each]
     for heading, words, rows in (
         ("Where a peer is faster", _SLOWER, tables.slower(everything)),
@@ -135,11 +152,9 @@ def _table(table: Table, kind: Kind, protocol: str) -> list[str]:
     return [heading, "", *tables.markdown_table(table, kind)]
 
 
-def _images(folder: Folder, operator: Operator, *names: str) -> list[str]:
-    """The curves that exist."""
-    files = {name: f"plots/{operator.name}-{name}.png" for name in names}
-    return [line for name, file in files.items() if (folder.path / file).exists()
-            for line in (f"![{operator.name}: {name.replace('-', ', ')}]({file})", "")]  # fmt: skip
+def _images(pictures: Container[str], name: str) -> list[str]:
+    files = {f"plots/{name}.svg": name, f"plots/{name}-time.svg": f"{name}: time by size"}
+    return [line for file, words in files.items() if file in pictures for line in (f"![{words}]({file})", "")]
 
 
 def _files(folder: Folder) -> list[str]:
@@ -160,13 +175,12 @@ def _files(folder: Folder) -> list[str]:
 
 def _details(folder: Folder) -> list[str]:
     lines = [f"# {_device(folder)}: every other row", ""]
-    lines += [f"[{PAGE}]({PAGE}) has the longest rows, the curves, and how all was measured.", ""]
+    lines += [f"[{PAGE}]({PAGE}) has the longest rows, the pictures, and how all was measured.", ""]
     for operator in folder.operators:
         by_protocol = {protocol: folder.of(operator, protocol) for protocol in PROTOCOLS}
         if not any(by_protocol.values()):
             continue
         lines += [f"## {operator.name}", ""]
-        lines += _images(folder, operator, "more-time", "all-memory", "accumulate-time", "accumulate-memory")
         on_first = tables.headline(by_protocol[PROTOCOLS[0]])[0]
         for title in dict.fromkeys(table.title for found in by_protocol.values() for table in found):
             lines += [f"### {title}", ""]
@@ -206,13 +220,8 @@ def _reason(provider: Provider, content: dict[str, Any]) -> str:
 
 
 def main(parser: ArgumentParser, argv: Sequence[str]) -> None:
-    """Draws the pages and curves of folders again, without measuring."""
-    parser.add_argument(
-        "folders",
-        nargs="+",
-        type=Path,
-        metavar="DIR",
-        help="folder of result files, such as benchmarks/results/intel-xeon",
-    )
+    """Draws the pages and pictures of folders again, without measuring."""
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR",
+        help="folder of result files, such as benchmarks/results/intel-xeon")  # fmt: skip
     for folder in parser.parse_args(argv).folders:
         draw(folder, OPERATORS)

@@ -1,182 +1,236 @@
-"""The curves, as PNG: time / limit and memory / limit over the size, with a panel for each table; and time over memory
-of an operator's longest rows, with a point for each provider.
+"""The pictures, as the text of SVG files: bars of time and memory of an operator's longest row, and curves of time /
+limit over the size. Each curve and bar has its name beside it, and a library has one colour in all pictures.
 
-The axis of time / limit ends at 2, so that 2 % are visible, or higher if eaves and the best peer need it. Other
-providers beyond the end are drawn on the edge. matplotlib is imported here, and only a request for curves imports this
-file.
+The background is transparent. Text and colours have a medium lightness, so that one file reads on white and on black.
+Letters are those of the reader's own sans-serif: distances leave room for the widest, DejaVu Sans.
 """
 
 from __future__ import annotations
 
+import html
 import math
-import textwrap
-from collections.abc import Callable, Sequence
-from io import BytesIO
-from pathlib import Path
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from .benchmark import InvalidArgument
-from .harness import LIMIT
-from .operators import OPERATORS
-from .tables import EAVES, MODES, QUANTITIES, Case, Kind, Table, headline, is_peer
+from .harness import LIMIT, Entry
+from .head import parse_shape
+from .tables import EAVES, MODES, QUANTITIES, Case, Kind, Table, headline, tables, three
 
-try:
-    import matplotlib
-except ImportError as error:
-    raise InvalidArgument("matplotlib is not installed, expected benchmarks/requirements.txt") from error
+WIDTH = 760
+_KINDS: tuple[Kind, Kind] = ("ms", "peak_mib")
+_GREY = "#7a7a7a"
+_COLOURS = {
+    EAVES: "#1a7fc4", "torch": "#d55e00", "liger": "#8a63d2", "cut": "#009e73", "fla": "#c2417c", "quack": "#a87a08",
+    "trl": "#1f9595", "verl": "#7f8c1f", "jax": "#5a961c", "tokamax": "#a0624a",
+}  # fmt: skip
+_DASHES = ("", "9 4", "3 4", "9 4 3 4")
+"""Of the variants of a library, in turn."""
 
-matplotlib.use("agg")  # files only, no window
+_AXES = {"v": "classes (v)", "n": "length (n)"}
+_ROUND = (1, 10, 100, 2, 5, 20, 50, 0.5, 3, 30, 0.2, 1.5, 0.8, 0.9, 1.2, 1.1, 0.7, 0.6, 1.3, 4, 7, 15, 40, 70)
+"""Ticks of a ratio: an earlier one is drawn rather than a later one nearby."""
 
-from matplotlib import pyplot
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
-from PIL import Image  # a dependency of matplotlib
+_LINE = 18
+"""Pixels between the lines of text."""
 
-# Okabe and Ito's palette, which colour-blind people can tell apart, without its yellow and black, and dark colours.
-_COLOURS = (
-    *("#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7"),
-    *("#E69F00", "#8C510A", "#666666", "#332288", "#117733", "#882255", "#999933", "#661100", "#44AA99", "#DDCC77"),
-)
-_MARKS = "osD^vPX*<>ph8dH"
-_NAMES = list(dict.fromkeys(provider.name for operator in OPERATORS for provider in operator.providers))
-_NEWEST = ("fla-weight-dtype", "eaves-keep", "eaves-keep-half", "eaves-function", "torch.compile-max-autotune")
-_NAMES.sort(key=lambda name: (name in _NEWEST and 1 + _NEWEST.index(name), is_peer(name), not name.startswith("torch")))
-"""A name's place is its colour and mark. The newest are the last, and the others keep theirs."""
-
-_RATIO_TICKS: dict[Kind, tuple[float, ...]] = {
-    "ms": (0.95, 1, 1.1, 1.25, 1.5, 2),
-    "peak_mib": (0.95, 1, 1.5, 2, 3, 5, 8),
-}
-_BEYOND = (3, 5, 8, 12, 20, 30, 50, 80, 120)
-"""Ticks of time / limit where 2 is too little."""
+_Points = Sequence[tuple[float, float | None]]
 
 
-def draw(folder: Path, op: str, protocol: str, all_tables: Sequence[Table], where: str) -> list[Path]:
-    """Draws one operator by one protocol, and returns the files. `where` is the line below each title."""
-    curves = [table for table in all_tables if table.is_curve and EAVES in table.names("ms")]
-    main = [table for table in headline(all_tables)[0] if table in curves]
-    written = []
-
-    def add(name: str, count: int, panel: Callable[[Axes, int], None], title: str) -> None:
-        if count:
-            written.append(folder / f"{op}-{name}.png")
-            save(figure(count, panel, f"{title}\n{where}, protocol {protocol}"), written[-1])
-
-    def ratios(shown: Sequence[Table], kind: Kind) -> Callable[[Axes, int], None]:
-        return lambda axes, index: _ratio_panel(axes, shown[index], kind)
-
-    if protocol == "autograd":
-        chosen, cases = headline(all_tables)
-        add("time", len(main), ratios(main, "ms"), f"{op}: time / limit")
-        add("memory", len(cases), lambda axes, i: _memory_panel(axes, chosen[i], cases[i], all_tables),
-             f"{op}: time over memory")  # fmt: skip
-        more = [table for table in curves if table not in main]
-        add("more-time", len(more), ratios(more, "ms"), f"{op}: time / limit")
-        add("all-memory", len(curves), ratios(curves, "peak_mib"), f"{op}: memory / inputs and outputs")
-    else:
-        add("accumulate-time", len(curves), ratios(curves, "ms"), f"{op}: time / limit")
-        add("accumulate-memory", len(curves), ratios(curves, "peak_mib"), f"{op}: memory / inputs and outputs")
-    return written
+class Panel(NamedTuple):
+    height: float
+    elements: list[str]
 
 
-def figure(count: int, panel: Callable[[Axes, int], None], title: str) -> Figure:
-    columns = min(count, 3)
-    lines = math.ceil(count / columns)
-    drawn, grid = pyplot.subplots(lines, columns, figsize=(max(6.5, 5.2 * columns), 1 + 3.6 * lines), squeeze=False,
-                                  layout="constrained")  # fmt: skip
-    for index, axes in enumerate(grid.flat):
-        axes.spines[["top", "right"]].set_visible(False)
-        if index < count:
-            panel(axes, index)
-        else:
-            axes.set_axis_off()
-    handles: dict[str, Any] = {}
-    for axes in grid.flat:
-        for handle, label in zip(*axes.get_legend_handles_labels()):
-            handles.setdefault(label, handle)
-    drawn.suptitle(title, fontsize=11)
-    drawn.legend(
-        list(handles.values()), list(handles), loc="outside lower center", ncols=min(5, 3 * columns), frameon=False
-    )
-    return drawn
+def _picture(panels: Iterable[Panel], foot: str) -> str:
+    """The panels below each other."""
+    drawn, top = [], 0.0
+    for panel in panels:
+        drawn += [f'<g transform="translate(0 {top:g})">', *panel.elements, "</g>"]
+        top += panel.height
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + 28:g}" width="{WIDTH}"'
+    head += f' font-family="Helvetica, Arial, sans-serif" font-size="15" fill="{_GREY}">'
+    return "\n".join([head, *drawn, _text(4, top + 16, foot, 'font-size="13"'), "</svg>\n"])
 
 
-def save(drawn: Figure, path: Path) -> None:
-    """Saves with few colours, which takes a third of the size, and without the name of the writing program: the same
-    drawing is the same file, byte for byte."""
-    pixels = BytesIO()
-    drawn.savefig(pixels, dpi=100, format="png", metadata={"Software": None})
-    with Image.open(pixels) as image:
-        image.convert("RGB").quantize(64, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, "PNG")
-    pyplot.close(drawn)
+def of_operator(name: str, all_tables: Sequence[Table], foot: str) -> dict[str, str]:
+    """The pictures of an operator by their names: of forward and backward together, or of both if no row has both."""
+    rows = list(zip(*headline(all_tables)))
+    step = [(table, case) for table, case in rows if table.mode == "fwd+bwd"] or rows
+    curves = [table for table, _ in step
+              if table.is_curve and any(case.ratio(EAVES, LIMIT, "ms") for case in table.cases)]  # fmt: skip
+    found = {name: _picture([_bars(table, case) for table, case in step], f"shorter is better; {foot}")}
+    return found | ({f"{name}-time": _picture(map(_ratios, curves), f"lower is better; {foot}")} if curves else {})
 
 
-def _style(name: str) -> dict[str, Any]:
-    place = _NAMES.index(name) if name in _NAMES else len(name)
-    return {"label": name, "color": _COLOURS[place % len(_COLOURS)], "marker": _MARKS[place % len(_MARKS)]}
+def of_jax(content: Mapping[str, Any]) -> dict[str, str]:
+    """The pictures of a file of `python benchmarks jax`, for the rows and features of most shapes."""
+    names = {"products": LIMIT, "torch": "eaves-pytorch"}
+    entries: list[Entry] = []
+    for row in (row for row in content["rows"] if "ms" in row):
+        rows, features, classes = parse_shape(row["shape"])
+        provider = names.get(row["provider"], row["provider"])
+        # The products hold all the logits: their memory is no limit.
+        peak = row["memory_bytes"] / 2**20 if provider != LIMIT else None
+        shape = {"batch": rows, "dim": features, "v": classes}
+        entries.append({"op": "head and loss from JAX", "mode": "fwd+bwd", "dtype": "bf16", "shape": shape,
+                        "options": {}, "provider": provider, "ms": row["ms"], "peak_mib": peak})  # fmt: skip
+    longest_first = sorted(tables(entries), key=lambda table: -len(table.cases))
+    versions = content["versions"]
+    return of_operator("jax", longest_first, f"{content['device']}, eaves {versions['eaves']}, jax {versions['jax']}")
 
 
-def _ratio_panel(axes: Axes, table: Table, kind: Kind) -> None:
-    ticks = _RATIO_TICKS[kind]
-    if kind == "ms":
-        compared = [case.ratio(name, LIMIT, kind) for case in table.cases for name in (EAVES, case.best_peer(kind))]
-        largest = max((ratio for ratio in compared if ratio is not None), default=0)
-        beyond = next((count for count, tick in enumerate((ticks[-1], *_BEYOND)) if tick >= largest), len(_BEYOND))
-        if beyond:  # labels of small steps would overlap
-            ticks = (*(tick for tick in ticks if tick <= 1 or tick >= 1.5), *_BEYOND[:beyond])
-    for place, name in enumerate(each for each in table.names(kind) if each != LIMIT):
-        ratios = [case.ratio(name, LIMIT, kind) for case in table.cases]
-        shown = [math.nan if ratio is None else min(max(ratio, ticks[0]), ticks[-1]) for ratio in ratios]
-        # Curves that coincide stay visible: eaves is a broad line, and each next one is narrower, on top.
-        axes.plot([case.size for case in table.cases], shown, linewidth=max(1.2, 3.6 - 0.5 * place), markersize=5,
-                  clip_on=False, zorder=3 + 0.1 * place, **_style(name))  # fmt: skip
-    axes.axhline(1, color="black", linewidth=0.8, linestyle="--", zorder=2)
-    axes.set_xscale("log", base=2)
+def of_training(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The picture of a file of examples/python/train_language_model.py: the losses of each step."""
+    lines: dict[str, _Points] = {run["backend"]: list(enumerate(run["losses"], 1)) for run in runs}
+    first = runs[0]
+    steps, entropy = len(first["losses"]), first["unigram_entropy"]
+    apart = max(abs(one - two) for run in runs for one, two in zip(first["losses"], run["losses"]))
+    title = f"The losses of {' and '.join(lines)} differ by up to {apart:.2g}"
+    lines["single tokens' entropy"] = [(1, entropy), (steps, entropy)]
+    words = f"loss in nats per token, {first['vocabulary']} classes, {first['parameters'] / 1e6:.3g} million parameters"
+    versions = f"eaves {first['versions']['eaves']}, torch {first['versions']['torch']}"
+    ticks = range(0, steps + 1, max(steps // 5, 1)), range(100)
+    body = _curves(lines, ticks, "step", log=False)
+    return {"train_language_model": _picture([_titled(title, words, body)], f"{first['device']}, {versions}")}
+
+
+# ------------------------------------------------------------------------------------------------------------- elements
+
+
+def _text(x: float, y: float, words: str, more: str = "") -> str:
+    return f'<text x="{x:.4g}" y="{y:.4g}" {more}>{html.escape(words)}</text>'
+
+
+def _colour(name: str) -> str:
+    return _COLOURS.get(re.split(r"[-.]", name)[0], _GREY)
+
+
+def _name(x: float, y: float, name: str, more: str = "", words: str = "") -> str:
+    weight = ' font-weight="bold"' if name == EAVES else ""
+    return _text(x, y, words or name, f'fill="{_colour(name)}"{weight} {more}')
+
+
+def _titled(title: str, words: str, body: Panel) -> Panel:
+    top = [_text(4, 20, title, 'font-size="17" font-weight="bold"'), _text(4, 41, words, 'font-size="14"')]
+    return Panel(54 + body.height, [*top, '<g transform="translate(0 54)">', *body.elements, "</g>"])
+
+
+# ----------------------------------------------------------------------------------------------------------------- bars
+
+
+def _bars(table: Table, case: Case) -> Panel:
+    """Two columns of bars from 0, the fastest above and the limit below."""
+    found = {name: entry for name, entry in case.entries.items() if entry.get("ms") is not None}
+    names = sorted(found, key=lambda name: (name == LIMIT, found[name]["ms"]))
+    left = max(100, *(8.7 * len(name) + 14 for name in names))
+    column = (WIDTH - left) / 2
+    elements = []
+    for index, kind in enumerate(_KINDS):
+        values = [case.value(name, kind) for name in names]
+        unit = (column - 64) / max((value for value in values if value is not None), default=1)
+        x = left + index * column
+        elements.append(_text(x, 14, QUANTITIES[kind]))
+        for y, (name, value) in enumerate(zip(names, values)):
+            top, length = 24 + 24 * y, unit * (value or 0)
+            opacity = ' fill-opacity="0.5"' if name == LIMIT else ""
+            box = f"M{x:.4g} {top}h{length:.4g}v16h{-length:.4g}z"
+            elements.append(f'<path d="{box}" fill="{_colour(name)}"{opacity}/>')
+            elements.append(_name(x + length + 5, top + 13, name, words=three(value)))
+            if not index:
+                elements.append(_name(x - 8, top + 13, name, 'text-anchor="end"'))
+    other = next((name for name in ("torch", "jax") if name in found), "")
+    ratios = [case.ratio(EAVES, other, kind) for kind in _KINDS]
+    shares = [f"{100 * ratio:.0f} %" if ratio else "" for ratio in ratios]
+    title = f"eaves takes {shares[0]} of {other}'s time" if shares[0] else "time and memory"
+    title += f", {shares[1]} of its memory" if shares[1] else ""
+    words = f"{table.op}, {MODES.get(table.mode, table.mode)}: {case.words}"
+    return _titled(title, words, Panel(34 + 24 * len(names), elements))
+
+
+# --------------------------------------------------------------------------------------------------------------- curves
+
+
+def _ratios(table: Table) -> Panel:
     sizes = [case.size for case in table.cases]
-    axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=7)
-    axes.set_yscale("log")
-    axes.set_ylim(ticks[0], ticks[-1])
-    labels = [f"{ticks[0]} or less", *(f"{tick:g}" for tick in ticks[1:-1]), f"{ticks[-1]} or more"]
-    axes.set_yticks(ticks, labels, fontsize=8)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_minor_locator(NullLocator())
-    axes.grid(color="#DDDDDD", linewidth=0.8)
-    axes.set_xlabel(table.axis)
-    _set_title(axes, table, table.words)
+    lines: dict[str, _Points] = {
+        name: [(case.size, case.ratio(name, LIMIT, "ms")) for case in table.cases] for name in table.names("ms")
+    }
+    own = [ratio for _, ratio in lines[EAVES] if ratio is not None]
+    title = f"eaves takes {' to '.join(dict.fromkeys((three(min(own)), three(max(own)))))} times the limit"
+    ticks = sorted(sizes, key=lambda size: size & (size - 1))  # powers of two first
+    body = _curves(lines, (ticks, _ROUND), _AXES.get(table.axis, table.axis))
+    return _titled(title, f"time / limit; {table.title}", body)
 
 
-def _memory_panel(axes: Axes, table: Table, case: Case, all_tables: Sequence[Table]) -> None:
-    points = {name: (entry["peak_mib"], entry["ms"]) for name, entry in case.entries.items() if entry.get("peak_mib")}
-    own = []
-    for other in (each for t in all_tables if (t.op, t.mode) == (table.op, table.mode) for each in t.cases):
-        # The same row with less or more workspace.
-        entry, first = other.entries.get(EAVES, {}), next(iter(case.entries.values()))
-        options = {key: value for key, value in entry.get("options", {}).items() if key != "workspace_mib"}
-        is_same = all(entry.get(key) == first[key] for key in ("shape", "dtype")) and options == first["options"]
-        if is_same and "workspace_mib" in entry["options"] and entry["ms"] is not None:
-            own.append((entry["peak_mib"], entry["ms"]))
-    own.sort()
-    if len(own) > 1:
-        memories, times = zip(*own)
-        axes.plot(memories, times, color=_COLOURS[0], linewidth=1.5, marker=".", label=f"{EAVES}, workspace_mib")
-    for name, (memory, time) in points.items():
-        if name == LIMIT:
-            axes.axhline(time, color="black", linewidth=0.8, linestyle="--", label=LIMIT)
-            axes.axvline(memory, color="black", linewidth=0.8, linestyle="--")
-        else:
-            axes.plot([memory], [time], linestyle="none", markersize=9, zorder=3, **_style(name))
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.set_minor_formatter(lambda value, _: f"{value:g}")
-        axis.set_tick_params(which="both", labelsize=7)
-    axes.grid(color="#DDDDDD", linewidth=0.8, which="both")
-    axes.set_xlabel(QUANTITIES["peak_mib"])
-    axes.set_ylabel(QUANTITIES["ms"])
-    _set_title(axes, table, case.words)
+def _curves(
+    lines: Mapping[str, _Points], ticks: tuple[Iterable[float], Iterable[float]], axis: str, log: bool = True
+) -> Panel:
+    """Lines over an axis; the names are on the right, at the lines' ends. A line of no library is dashed, and so is
+    a long line, which may lie on the one of eaves."""
+    points = {name: [(x, y) for x, y in line if y is not None] for name, line in lines.items()}
+    points = {name: line for name, line in points.items() if line}
+    left, right, top = 44, WIDTH - 46 - 8.7 * max(map(len, points)), 8
+    bottom = max(260, 34 * len(points))
+    xs, ys = zip(*(point for line in points.values() for point in line))
+    to_x, to_y = _scale(xs, left + 8, right, log), _scale(ys, bottom - 8, top + 8, log)
+
+    elements = [_text(right, bottom + 38, axis, 'text-anchor="end"')]
+    for x, tick in _spaced(ticks[0], to_x, 66, left, right):
+        elements.append(_text(x, bottom + 19, f"{tick}", 'text-anchor="middle"'))
+        elements.append(_path(f"M{x:.4g} {bottom}v5"))
+    for y, tick in _spaced(ticks[1], to_y, 24, top, bottom):
+        elements.append(_text(left - 8, y + 5, f"{tick}", 'text-anchor="end"'))
+        elements.append(_path(f"M{left} {y:.4g}H{right:.4g}", opacity=0.25))
+
+    ends = sorted((to_y(line[-1][1]), name) for name, line in points.items())
+    places = dict(zip([name for _, name in ends], _apart([y for y, _ in ends], top, bottom)))
+    variants: dict[str, int] = {}
+    for name, line in points.items():
+        colour, width = _colour(name), 5 if name == EAVES else 2
+        number = variants[colour] = variants.get(colour, -1) + 1
+        drawn = [(f"{to_x(x):.4g}", f"{to_y(y):.4g}") for x, y in line]
+        has_points = colour != _GREY and len(line) <= 20
+        dash = _DASHES[number % len(_DASHES)] if has_points or name == EAVES else "5 9"
+        elements.append(_path("M" + "L".join(map(" ".join, drawn)), colour, width, dash))
+        if has_points:  # lines of no length with round ends
+            elements.append(_path("".join(f"M{x} {y}h0" for x, y in drawn), colour, width + 4))
+        elements.append(_path(f"M{' '.join(drawn[-1])}L{right + 32:.4g} {places[name]:.4g}", colour, 1, opacity=0.6))
+        elements.append(_name(right + 37, places[name] + 5, name))
+    return Panel(bottom + 56, elements)
 
 
-def _set_title(axes: Axes, table: Table, words: str) -> None:
-    axes.set_title(textwrap.fill(f"{MODES.get(table.mode, table.mode)}: {words}", 60), fontsize=9)
+def _path(way: str, colour: str = _GREY, width: float = 1, dash: str = "", opacity: float = 1) -> str:
+    more = (f' stroke-dasharray="{dash}"' if dash else "") + (f' opacity="{opacity}"' if opacity < 1 else "")
+    return f'<path d="{way}" fill="none" stroke="{colour}" stroke-width="{width:g}" stroke-linecap="round"{more}/>'
+
+
+def _scale(values: Iterable[float], first: float, last: float, log: bool) -> Callable[[float], float]:
+    """From the values onto pixels."""
+    on_axis = math.log if log else float
+    known = [on_axis(value) for value in values]
+    low, width = min(known), max(known) - min(known) or 1
+    return lambda value: first + (on_axis(value) - low) / width * (last - first)
+
+
+def _spaced(
+    ticks: Iterable[float], to: Callable[[float], float], least: float, low: float, high: float
+) -> list[tuple[float, float]]:
+    """The ticks between two pixels with their places; of two that are too near, the earlier one."""
+    found: list[tuple[float, float]] = []
+    for tick in ticks:
+        place = to(tick)
+        if low <= place <= high and all(abs(place - other) >= least for other, _ in found):
+            found.append((place, tick))
+    return found
+
+
+def _apart(places: Sequence[float], low: float, high: float) -> list[float]:
+    """Ascending places of lines of text, moved as far as none covers another."""
+    down, up = list(places), list(places)
+    for index in range(1, len(places)):
+        down[index] = max(down[index], down[index - 1] + _LINE)
+        up[-1 - index] = min(up[-1 - index], up[-index] - _LINE)
+    last = len(places) - 1
+    return [min(max((one + two) / 2, low + _LINE * index), high - _LINE * (last - index))
+            for index, (one, two) in enumerate(zip(down, up))]  # fmt: skip

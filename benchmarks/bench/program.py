@@ -39,7 +39,7 @@ your own."""
 _EPILOG = f"""\
 other commands (each has --help):
   {PROGRAM} published  the tables that xopes published, as they were published
-  {PROGRAM} page DIR   the pages and curves of a folder, from its result files
+  {PROGRAM} page DIR   the pages and pictures of a folder, from its files
   {PROGRAM} jax        a model's head from JAX
   {PROGRAM} ranks      a model's head cut over ranks
   {PROGRAM} accuracy   the errors of a model's head against float64
@@ -56,6 +56,9 @@ protocols:
   accumulate  a backward is out.backward(grad_out), and .grad is never cleared:
               every call adds its gradient to .grad, and so does the limit
 
+On a GPU, short rows are measured once more "in graph": each call is captured in a
+CUDA graph, and the time is the replay's.
+
 --shape measures forward and backward of:
   logsumexp             rows=4096,n=131072
   cross_entropy         rows=4096,v=131072
@@ -64,7 +67,7 @@ protocols:
   lrpe_cosine           batch=12,length=8192,heads=12,dim=128; or grid=64x64
 
 The device's folder below --results has <operator>_<protocol>.json (.partial.json
-until its last row is measured), the curves (which need matplotlib) and the pages."""
+until its last row is measured), the pictures and the pages."""
 
 
 def parse_shape(text: str, operator: Operator) -> Mapping[str, Any]:
@@ -103,22 +106,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--protocol", choices=PROTOCOLS,
         help="how a backward is called, see below; default: autograd; both if a folder is written")  # fmt: skip
     add("--dtype", choices=DTYPES, help="type of the inputs; default: bf16, and for some rows also fp32")
-    add(
-        "--repetitions",
-        type=int,
-        default=30,
-        metavar="N",
-        help="repetitions of each row (30); slow rows get fewer, at least 5",
-    )
-    add(
-        "--warm-up-ms",
-        type=float,
-        default=500.0,
-        metavar="MS",
-        help="warm-up before each table, in which clocks settle (500)",
-    )
+    add("--repetitions", type=int, default=30, metavar="N",
+        help="repetitions of each row (30); slow rows get fewer, at least 5")  # fmt: skip
+    add("--warm-up-ms", type=float, default=500.0, metavar="MS",
+        help="warm-up before each table, in which clocks settle (500)")  # fmt: skip
     add("--threads", type=int, default=0, metavar="N", help="number of CPU threads; default: PyTorch's number")
-    add("--results", metavar="DIR", help="write results, curves and pages below this folder; "
+    add("--results", metavar="DIR", help="write results, pictures and pages below this folder; "
         f"default without an operator: {os.path.relpath(RESULTS)}")  # fmt: skip
     add("--replace", action="store_true",
         help="let result files below DIR lose rows and providers that this run does not measure")  # fmt: skip

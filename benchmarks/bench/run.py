@@ -19,6 +19,7 @@ from eaves._command_line import say
 
 from . import page, results, tables
 from .benchmark import InvalidArgument, Operator, Provider, Request, Row, reason
+from .calls import PROTOCOLS
 from .device import device_name, find_device
 from .harness import CASE, LIMIT, Entry, Harness
 
@@ -56,7 +57,7 @@ def run_bench(arguments: Namespace, operators: Sequence[Operator]) -> None:
         say(f"# {part.operator.name}, protocol {part.protocol}\n")
         everything += _measure(arguments, part, device, folder)
         if folder is not None:
-            page.draw(folder, operators, [results.file_name(part.operator.name, part.protocol)])
+            page.draw(folder, operators)
         elif _is_lost():
             return
     for sentence in tables.summary(tables.tables(everything)):
@@ -118,10 +119,18 @@ def _parts(arguments: Namespace, device: torch.device) -> list[_Part]:
         if not rows:
             say(f"# --sweep {arguments.sweep} has no rows of {operator.name}")
             continue
-        parts += [_Part(operator, protocol, rows, selected, present[0]) for protocol in arguments.protocols]
+        is_whole = device.type == "cuda" and arguments.sweep == "quick" and not arguments.shape
+        for protocol in arguments.protocols:
+            small = [row.captured() for row in rows if _is_small(row)] if is_whole and protocol == PROTOCOLS[0] else []
+            parts.append(_Part(operator, protocol, [*rows, *small], selected, present[0]))
     if not parts:
         raise InvalidArgument(f"--sweep: {arguments.sweep} has no rows of these operators; expected another sweep")
     return parts
+
+
+def _is_small(row: Row) -> bool:
+    """True if the host may take longer for the call than a GPU, which a CUDA graph saves."""
+    return row.shape.get("v", row.shape.get("n", 0)) <= 8192
 
 
 def installed(providers: Iterable[Provider], device: torch.device, said: set[str] | None = None) -> list[Provider]:

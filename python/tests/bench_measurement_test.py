@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bench import device as bench_device
 from bench import harness, memory, timing, verify
-from bench.benchmark import Mode, Row, compiled
+from bench.benchmark import Mode, Provider, Row, compiled
 from bench.calls import PROTOCOLS, Call, least_peak_bytes, make_call, moved
 from bench.harness import Harness
 from bench.timing import ColdTimer, Timer
@@ -148,6 +148,38 @@ def test_on_a_gpu_the_host_is_not_in_the_time_of_a_call(cuda: torch.device) -> N
     eaves = provider("eaves", slow)
     entry, _ = Harness(cuda, "autograd", repetitions=10).measure(toy_row("fwd", 64), [eaves], eaves)
     assert entry["ms"] < 0.5 and 2 < entry["host_ms"] < 10
+
+
+@pytest.mark.parametrize("row", [toy_row("fwd", 64), toy_row("bwd", 64), in_place_row(64)])
+def test_a_row_in_a_graph_is_a_replay_without_python(cuda: torch.device, row: Row) -> None:
+    def slow(x: Tensor) -> Tensor:
+        end = timing.now_ms() + 2
+        while timing.now_ms() < end:
+            pass
+        return exp_sum_in_place(x) if row.in_place else exp_sum(x)
+
+    eaves = provider("eaves", slow)
+    for entry in Harness(cuda, "autograd", repetitions=10).measure(row.captured(), [eaves], eaves):
+        assert 0 < entry["ms"] < 0.5 and entry["host_ms"] < 1
+        assert entry["options"]["in_graph"] and "peak_mib" not in entry
+
+
+def test_a_replay_gets_the_values_that_the_call_before_overwrote(cuda: torch.device) -> None:
+    inputs = in_place_row(8).make_inputs(cuda, 1)
+    call = make_call("autograd", in_place_row(8).captured(), exp_sum_in_place, inputs)
+    for _ in range(3):
+        call.prepare()
+        (_, (_own, (gradient,))) = call.run()  # type: ignore[misc]
+        torch.testing.assert_close(gradient, inputs.grad_out[:, None] * inputs.arguments[0].detach().exp())
+
+
+def test_an_operator_sees_the_options_of_a_row_in_a_graph_without_the_graph() -> None:
+    seen = []
+    eaves = Provider("eaves", "bench_toy:exp_sum", lambda function, row: seen.append(row.options) or function)
+    row = in_place_row(8).captured()
+    assert row.in_graph and row.case["options"] == {"in_place": True, "in_graph": True}
+    eaves.forward(row)
+    assert seen == [{"in_place": True}] and not row.eager().in_graph
 
 
 # ---------------------------------------------------------------------------------------------------------------- a row

@@ -1,17 +1,17 @@
-"""Tests of the text that `python benchmarks` makes of results: tables, sentences, curves, and the pages of a folder."""
+"""Tests of the text that `python benchmarks` makes of results: tables, sentences, pictures, and a folder's pages."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-import struct
-import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from bench import page, program, results, tables
+from bench import page, plot, program, results, tables
 from bench.benchmark import InvalidArgument
 from bench.harness import CASE, Entry
 from bench.operators import OPERATORS
@@ -23,14 +23,6 @@ TWO_LENGTHS = [
     *entries("fwd", 1024, eaves=(0.1, 8), torch=(0.4, 16), fla=(0.05, 32), limit=(0.08, 8)),
     *entries("fwd", 131072, eaves=(10, 64), torch=(25, 96), fla=(40, 128), limit=(8, 64)),
 ]
-
-
-@pytest.fixture
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing curves takes most of a page's time, so matplotlib counts as not installed."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "bench.plot", raising=False)
-    monkeypatch.delattr("bench.plot", raising=False)
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -128,22 +120,44 @@ def test_the_rows_where_a_peer_is_at_least_as_good_in_time_and_memory() -> None:
     ]
 
 
-# --------------------------------------------------------------------------------------------------------------- curves
+# ------------------------------------------------------------------------------------------------------------- pictures
 
 
-def test_curves_are_png_files_with_a_panel_for_each_table(tmp_path: Path) -> None:
-    plot = pytest.importorskip("bench.plot")
-    bounded = [entries("fwd", 131072, options={"workspace_mib": n}, eaves=(20 - n, 60 + n)) for n in (1, 2)]
-    lines = [*TWO_LENGTHS, *bounded[0], *bounded[1]]
-    paths = plot.draw(tmp_path, "toy", "autograd", tables.tables(lines), "a device")
-    assert [path.name for path in paths] == ["toy-time.png", "toy-memory.png", "toy-all-memory.png"]
-    assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in paths)
-    assert struct.unpack(">I", paths[0].read_bytes()[16:20])[0] >= 600  # width in pixels
-    first = paths[0].read_bytes()
-    plot.draw(tmp_path, "toy", "autograd", tables.tables(lines), "a device")
-    assert paths[0].read_bytes() == first
-    paths = plot.draw(tmp_path, "toy", "accumulate", tables.tables(lines), "a device")
-    assert [path.name for path in paths] == ["toy-accumulate-time.png", "toy-accumulate-memory.png"]
+def words_of(picture: str) -> list[tuple[float, float, str, str | None]]:
+    """Place, words and colour of each text; fails if the picture is no XML."""
+    found = ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")
+    return [(float(each.attrib["x"]), float(each.attrib["y"]), each.text or "", each.get("fill")) for each in found]
+
+
+def test_bars_have_the_numbers_of_the_longest_row_and_a_sentence_about_them() -> None:
+    lines = entries("fwd+bwd", 64, eaves=(2, 8), torch=(8, 16), fla=(1, 8), limit=(1, 8))
+    lines[2]["peak_mib"] = None
+    (picture,) = plot.of_operator("toy", tables.tables([*TWO_LENGTHS, *lines]), "a <device>").values()
+    words = [each for _, _, each, _ in words_of(picture)]
+    assert words[0] == "eaves takes 25 % of torch's time, 50 % of its memory"
+    assert words[1] == "toy, forward and backward: n 64, dim 16, fp32"
+    # The fastest provider is the first, and the limit the last; then the numbers.
+    assert words[2:11] == ["time in ms", "1.00", "fla", "2.00", "eaves", "8.00", "torch", "1.00", "limit"]
+    assert words[11:] == ["peak memory in MiB", "-", "8.00", "16.0", "8.00", "shorter is better; a <device>"]
+
+
+def test_the_names_of_curves_stand_apart_and_a_library_has_one_colour() -> None:
+    alike = {name: (10, 64) for name in ("eaves", "eaves-memory", "liger", "liger-larger", "torch", "limit")}
+    lines = [entry for n in (1024, 1536, 131072) for entry in entries("fwd", n, **alike)]
+    words = words_of(plot.of_operator("toy", tables.tables(lines), "a device")["toy-time"])
+    places = {name: (y, colour) for _, y, name, colour in words if name in alike}
+    assert len(places) == len(alike) == 6
+    heights = sorted(y for y, _ in places.values())
+    assert min(above - below for below, above in itertools.pairwise(heights)) >= 15
+    assert places["eaves"][1] == places["eaves-memory"][1] != places["liger"][1] == places["liger-larger"][1]
+    # 1536 is too near to 1024.
+    assert {"1024", "131072", "1"} <= {each for _, _, each, _ in words} and "1536" not in {each[2] for each in words}
+
+
+def test_every_library_has_a_colour_of_its_own() -> None:
+    names = [provider.name for operator in OPERATORS for provider in operator.providers]
+    assert plot._GREY not in map(plot._colour, names)
+    assert len(set(plot._COLOURS.values())) == len(plot._COLOURS)
 
 
 # ----------------------------------------------------------------------------------------------------------- the folder
@@ -152,21 +166,19 @@ def test_curves_are_png_files_with_a_panel_for_each_table(tmp_path: Path) -> Non
 def test_without_an_operator_all_of_them_are_measured_by_both_protocols_and_drawn_again_byte_by_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(program, "RESULTS", tmp_path)
     operators = [toy(EAVES, PEER, name=name, modes=("fwd",)) for name in ("first", "second")]
     assert main(QUICK, operators) == 0
     folder = tmp_path / DEVICE
     written = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    curves = ("time", "memory", "all-memory", "accumulate-time", "accumulate-memory")
     assert sorted(written) == sorted(
         ["README.md", "details.md"]
         + [f"{name}_{protocol}.json" for name in ("first", "second") for protocol in ("autograd", "accumulate")]
-        + [f"plots/{name}-{curve}.png" for name in ("first", "second") for curve in curves]
+        + [f"plots/{name}.svg" for name in ("first", "first-time", "second", "second-time")]
     )
     out, err = capsys.readouterr()
     assert f"# wrote {folder / 'second_accumulate.json'}" in out.splitlines() and err == ""
-    for path in [*folder.rglob("*.png"), *folder.glob("*.md")]:
+    for path in [*folder.rglob("*.svg"), *folder.glob("*.md")]:
         path.unlink()
     page.draw(folder, operators)
     assert {name: (folder / name).read_bytes() for name in written} == written
@@ -180,14 +192,13 @@ def put(folder: Path, lines: list[Entry], protocol: str = "autograd", **head: ob
 
 
 def test_a_run_that_would_lose_numbers_is_refused_before_anything_is_measured(
-    tmp_path: Path, no_curves: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--provider", "eaves"]
     arguments = ["toy", *QUICK, "--protocol", "autograd", "--results", str(tmp_path)]
     assert main(arguments, [toy(EAVES, PEER)]) == 0
     path = tmp_path / DEVICE / "toy_autograd.json"
     before = path.read_bytes()
-    assert "no curves are drawn: matplotlib is not installed" in capsys.readouterr().err
     assert main([*arguments, *argv], [toy(EAVES, PEER)]) == 2
     err = capsys.readouterr().err
     assert (
@@ -241,10 +252,9 @@ def test_committed_pages_are_what_their_files_say(path: Path) -> None:
     drawn = page.texts(folder)
     for name, text in drawn.items():
         assert (path.parent / name).read_text() == text, f"python benchmarks page {path.parent} draws it again"
-    # Every curve's file has a link on a page.
+    # Every picture has a link on a page.
     linked = set(re.findall(r"\]\((plots/[^)]*)\)", "".join(drawn.values())))
-    files = {f"plots/{each.name}" for each in path.parent.glob("plots/*.png")}
-    assert linked == files - {"plots/jax.png", "plots/train_language_model.png"} and linked
+    assert linked == {f"plots/{each.name}" for each in path.parent.glob("plots/*")} and linked
     heads = folder.files.values()
     assert {results.folder_name(head["device"], head["cuda"] is not None) for head in heads} == {path.parent.name}
 

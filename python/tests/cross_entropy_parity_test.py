@@ -8,7 +8,7 @@ In float32 both are a few roundings away from the exact result, and either may b
 each row, the lse, and PyTorch keeps the log-probability of each class. So in float32 eaves may also have the error that
 rounding an exact lse to float32 causes.
 
-This command prints the tables of docs/numerics.md, the worst combination for each dtype and option:
+This command prints the table that docs/numerics.md links to, the worst combination for each dtype and option:
 
     python python/tests/cross_entropy_parity_test.py [cuda]
 """

@@ -1,6 +1,7 @@
-"""eaves.hf: tiny models of the architectures that docs/trainers.md names, patched, against the same models before."""
+"""eaves.hf: tiny models of the architectures in docs/huggingface.md, patched, against the same models before."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from hf_models import (
     step,
     transformers,
 )
-from integrations import PAGE
 
 pytestmark = OF_TINY_MODELS
+
+PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 
 # Mixtures of experts, and states of recurrent layers, have float32 sums that depend on the order.
 TOLERANCE = 1e-4

@@ -21,9 +21,8 @@ def run(*words: object) -> subprocess.CompletedProcess[str]:
 
 def test_it_measures_every_contestant_or_says_why_not(tmp_path: Path) -> None:
     path = tmp_path / "jax.json"
-    result = run("--shape", "64x32x256", "--repetitions", 2, "--json", path, "--plot", tmp_path / "jax.png")
+    result = run("--shape", "64x32x256", "--repetitions", 2, "--json", path)
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / "jax.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads(path.read_text())
     rows = {row["provider"]: row for row in report["rows"]}
     measured = {"eaves", "eaves-recompute", "eaves-dv", "jax", "jax-chunks", "products", "torch"}

@@ -56,6 +56,14 @@ def test_the_wheel_brings_onednn() -> None:
     assert extension()["cpu"]["matrix_products"].startswith("oneDNN 3.2.0")  # the version that tools/setup installs
 
 
+def test_a_build_on_another_system_ends_with_one_sentence() -> None:
+    program = "import sys; sys.platform = 'darwin'; import build_backend"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    expected = "eaves needs Linux, but this system is darwin: install it in a Linux container, or on Windows in WSL 2"
+    assert (found.returncode, found.stderr.strip()) == (1, expected)
+
+
 def test_public_names_are_those_that_are_listed() -> None:
     # The names leave out modules, because Python adds a module when it is imported.
     names = {name for name, value in vars(eaves).items() if not name.startswith("_") and type(value) is not type(eaves)}

@@ -3,7 +3,7 @@ and the numbers of the rows."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -28,12 +28,27 @@ class Logits(NamedTuple):
 
 
 class TopK(NamedTuple):
-    """A teacher's likeliest tokens in a chunk. An empty place has a token below 0 or a log-probability of -inf. The
-    teacher is the softmax of the log-probabilities divided by the temperature, which is 1 with "class" and "ignore"."""
+    """A teacher's likeliest tokens, prepared for the student's logits. An empty place has no probability."""
 
-    tokens: Tensor  # [rows, K], int64, each token at most once in a row
-    log_probs: Tensor  # [rows, K]
+    log_t: Tensor  # [rows, K], or [rows, K + 1] with the rest as a class; in the dtype of sums
+    missing: Tensor  # [rows, K], log s of a place without a class: -inf in an empty place, else NaN
+    has_class: Tensor  # [rows, K]; False: an empty place, or a token that no rank has
+    is_own: Tensor  # [rows, K]: a column of this rank's logits is the token
+    columns: Tensor  # [rows, K], int64; a place without a column repeats the row's first one, if there is one
+    first: Tensor  # [rows, 1], int64: the place of the row's first column
     rest: str  # one of RESTS
+
+    def of_rows(self, rows: Any) -> TopK:
+        """The chosen rows."""
+        return TopK(*[each[rows] if isinstance(each, Tensor) else each for each in self])  # type: ignore[arg-type]
+
+
+class TermsOfTopK(NamedTuple):
+    """The terms of a teacher's top K in a chunk. All ranks have the same numbers, but for u."""
+
+    u: Tensor  # [rows, K]: the student's values and bias in the columns
+    outside: Tensor  # [rows]: the gradient of a class outside of the K, divided by s_v
+    gradient: Tensor  # [rows, K]
 
 
 class DivergenceSettings(NamedTuple):
@@ -55,6 +70,7 @@ class RowStatistics(NamedTuple):
     entropy: Tensor | None  # of the student, in nats
     hard_lse: Tensor | None  # of the student at temperature 1
     hard_loss: Tensor | None  # the student's cross entropy of the targets at temperature 1
+    top_k: TermsOfTopK | None = None
 
 
 class RowFactors(NamedTuple):

@@ -18,13 +18,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from eaves._chunked import divergence_kernels as kernels
-from eaves._chunked.distributions import DivergenceSettings, Logits, Number, RowFactors, RowStatistics, TopK
+from eaves._chunked.distributions import (
+    DivergenceSettings,
+    Logits,
+    Number,
+    RowFactors,
+    RowStatistics,
+    TermsOfTopK,
+    TopK,
+)
 from eaves._chunked.head import OverRanks, Tempering
 from eaves._parallel.collectives import all_gather, all_reduce, group_of
 from eaves._torch.checks import accumulator_dtype
@@ -38,13 +46,12 @@ def statistics(
         return _statistics_by_kernels(student, teacher, temperature, settings, targets)
     over_ranks = settings.over_ranks
     log_s, lse = _log_probs(student, temperature, over_ranks)
-    entropy = hard_lse = hard_loss = teacher_lse = None
+    entropy = hard_lse = hard_loss = teacher_lse = terms = None
     if settings.has_entropy:
         entropy = _summed(-_weighted_(log_s.clone(), log_s.exp()).sum(1), over_ranks)
     if isinstance(teacher, TopK):
         del log_s
-        terms = _terms_of_top_k(student, teacher, temperature, settings, lse)
-        divergence, centre = terms.divergence, terms.centre
+        divergence, centre, terms = _terms_of_top_k(student, teacher, temperature, settings, lse)
     else:
         log_t, teacher_lse = _log_probs(teacher, temperature, over_ranks, log_s.dtype)
         of_classes, weighted, _ = DIVERGENCES[settings.divergence](log_s, log_t, settings.beta)
@@ -58,12 +65,12 @@ def statistics(
     if settings.has_hard_loss:
         assert targets is not None
         hard_log_s, hard_lse = _log_probs(student, 1.0, over_ranks)
-        places, is_here = _places(targets.unsqueeze(1), hard_log_s, over_ranks)
+        places, is_here = _places(targets.unsqueeze(1), hard_log_s.shape[1], over_ranks)
         hard_loss = _summed(-_gathered(hard_log_s, places).where(is_here, 0).squeeze(1), over_ranks)
         classes = hard_log_s.shape[1] if over_ranks is None else over_ranks.place.classes
         hard_loss = hard_loss.masked_fill((targets < 0) | (targets >= classes), math.nan)
         hard_lse = _or_nan(hard_lse, hard_loss)
-    return RowStatistics(divergence, lse, teacher_lse, centre, entropy, hard_lse, hard_loss)
+    return RowStatistics(divergence, lse, teacher_lse, centre, entropy, hard_lse, hard_loss, terms)
 
 
 def write_gradient(
@@ -88,10 +95,10 @@ def write_gradient(
         s = log_s.exp_()
         grad = torch.zeros_like(s)
     elif isinstance(teacher, TopK):
-        s = log_s.exp_()
-        terms = _terms_of_top_k(student, teacher, temperature, settings, of_rows.lse)
+        s, terms = log_s.exp_(), of_rows.top_k
+        assert terms is not None
         grad = s * terms.outside.unsqueeze(1)
-        _scatter_(grad, teacher, terms, over_ranks)
+        _scatter_(grad, teacher, terms.gradient)
         grad.mul_(upstream.divergence)
     else:
         log_t, _ = _log_probs(teacher, temperature, over_ranks, log_s.dtype, of_rows.teacher_lse)
@@ -114,7 +121,7 @@ def write_gradient(
         assert targets is not None and of_rows.hard_loss is not None
         hard = _log_probs(student, 1.0, over_ranks, lse=of_rows.hard_lse)[0].exp_()
         # At the target p - 1, in which nothing cancels.
-        places, is_here = _places(targets.unsqueeze(1), hard, over_ranks)
+        places, is_here = _places(targets.unsqueeze(1), hard.shape[1], over_ranks)
         if hard.shape[1]:
             exact = torch.expm1(-of_rows.hard_loss).unsqueeze(1)
             hard.scatter_(1, places, torch.where(is_here, exact, hard.gather(1, places)))
@@ -137,8 +144,9 @@ def has_kernels(x: Tensor, settings: DivergenceSettings, is_top_k: bool) -> bool
 
 
 def _have_kernels(student: Logits, teacher: Logits | TopK, settings: DivergenceSettings) -> bool:
-    of_teacher = teacher.log_probs if isinstance(teacher, TopK) else teacher.values
-    return of_teacher.dtype != torch.float64 and has_kernels(student.values, settings, isinstance(teacher, TopK))
+    is_top_k = isinstance(teacher, TopK)
+    is_double = not isinstance(teacher, TopK) and teacher.values.dtype == torch.float64
+    return not is_double and has_kernels(student.values, settings, is_top_k)
 
 
 def _statistics_by_kernels(
@@ -158,8 +166,8 @@ def _statistics_by_kernels(
     found = row_statistics(numbers, settings)
     if not isinstance(teacher, TopK):
         return found
-    terms = _terms_of_top_k(student, teacher, temperature, settings, found.lse)
-    return found._replace(divergence=terms.divergence, centre=terms.centre, teacher_lse=None)
+    of_top_k, centre, terms = _terms_of_top_k(student, teacher, temperature, settings, found.lse)
+    return found._replace(divergence=of_top_k, centre=centre, teacher_lse=None, top_k=terms)
 
 
 def row_statistics(numbers: Tensor, settings: DivergenceSettings) -> RowStatistics:
@@ -204,25 +212,22 @@ def _write_gradient_by_kernels(
     if upstream.divergence is None:
         kernels.write_gradient(student, student, temperature, divergence, of_rows, targets, others, out)
         return
-    terms = _terms_of_top_k(student, teacher, temperature, settings, of_rows.lse)
-    places, is_here = _places(teacher.tokens, student.values, over_ranks)
-    values = _gathered(student.values, places)
-    if student.bias is not None:
-        values += _gathered(student.bias.unsqueeze(0).expand(values.shape[0], -1), places)
-    listed = student._replace(values=values, bias=None)
+    terms = of_rows.top_k
+    assert terms is not None
+    listed = student._replace(values=terms.u, bias=None)
     gradient = upstream.divergence * terms.gradient * _slope(listed, temperature)
     if any(each is not None for each in others):
-        rest = torch.empty_like(values)
+        rest = torch.empty_like(terms.u)
         target = None
         if targets is not None:
-            is_target = is_here & (places == targets.unsqueeze(1))
+            is_target = teacher.is_own & (teacher.columns == targets.unsqueeze(1))
             target = torch.where(is_target.any(1), is_target.to(torch.int8).argmax(1), -1)
         kernels.write_gradient(listed, listed, temperature, divergence, of_rows, target, others, rest)
         gradient += rest
     outside = upstream.divergence * terms.outside.unsqueeze(1)
     others = others._replace(lse=outside if others.lse is None else outside + others.lse)
     kernels.write_gradient(student, student, temperature, divergence, of_rows, targets, others, out)
-    _scatter_(out, teacher, terms._replace(gradient=gradient.to(out.dtype)), over_ranks)
+    _scatter_(out, teacher, gradient.to(out.dtype))
     _clear_rows_(out, upstream)
 
 
@@ -284,11 +289,11 @@ def _summed(of_shard: Tensor, over_ranks: OverRanks | None) -> Tensor:
     return of_shard if over_ranks is None else all_reduce(of_shard.contiguous(), group_of(over_ranks.shard)).wait()
 
 
-def _places(tokens: Tensor, z: Tensor, over_ranks: OverRanks | None) -> tuple[Tensor, Tensor]:
-    """The columns of the tokens in z, and whether z has each token; a missing token gets another column."""
+def _places(tokens: Tensor, columns: int, over_ranks: OverRanks | None) -> tuple[Tensor, Tensor]:
+    """The columns of the tokens, and whether each token has one; another token gets a wrong column."""
     own = tokens if over_ranks is None else tokens - over_ranks.place.first_class
-    places = own.clamp(0, max(0, z.shape[1] - 1))
-    return places, (places == own) & (own < z.shape[1])
+    places = own.clamp(0, max(0, columns - 1))
+    return places, (places == own) & (own < columns)
 
 
 def _gathered(z: Tensor, places: Tensor) -> Tensor:
@@ -345,65 +350,68 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, T
 # --------------------------------------------------------------------------------------------------- a teacher's top K
 
 
-class _TermsOfTopK(NamedTuple):
-    """Numbers that are the same on all ranks."""
-
-    divergence: Tensor  # [rows]
-    centre: Tensor  # [rows]
-    outside: Tensor  # [rows]: the gradient of a class outside of the K, divided by s_v
-    gradient: Tensor  # [rows, K]
-    is_listed: Tensor  # [rows, K]
+def top_k_of(
+    tokens: Tensor,
+    log_probs: Tensor,
+    temperature: Number,
+    rest: str,
+    columns: int,
+    over_ranks: OverRanks | None,
+    dtype: torch.dtype,
+) -> TopK:
+    """The teacher's part of the terms, for all rows at once. `tokens`: [rows, K], int64, each token at most once in a
+    row; an empty place has a token below 0 or a log-probability of -inf. `columns`: of the student's logits on this
+    rank. The teacher is the softmax of the log-probabilities divided by the temperature, which is 1 with "class" and
+    "ignore"."""
+    is_listed = (tokens >= 0) & (log_probs != -math.inf)
+    log_t = log_probs.to(dtype).where(is_listed, -math.inf)
+    rest_of_t = _log_rest(log_t) if rest in ("class", "ignore") else log_t.new_full((log_t.shape[0], 1), -math.inf)
+    log_t = torch.cat([log_t, rest_of_t], 1)
+    # A row without tokens has no mass to normalise by.
+    log_t = torch.log_softmax(log_t / temperature, 1).where((log_t != -math.inf).any(1, keepdim=True), -math.inf)
+    if rest not in ("class", "zero"):
+        log_t = log_t[:, :-1].contiguous()
+    places, is_own = _places(tokens, columns, over_ranks)
+    is_own &= is_listed
+    has_class = is_own if over_ranks is None else is_listed & (tokens < over_ranks.place.classes)
+    first = is_own.to(torch.int8).argmax(1, keepdim=True)
+    missing = torch.where(is_listed, math.nan, -math.inf).to(dtype)
+    return TopK(log_t, missing, has_class, is_own, places.where(is_own, places.gather(1, first)), first, rest)
 
 
 def _terms_of_top_k(
     student: Logits, teacher: TopK, temperature: Number, settings: DivergenceSettings, lse: Tensor
-) -> _TermsOfTopK:
-    is_listed = (teacher.tokens >= 0) & (teacher.log_probs != -math.inf)
-    log_s = _log_probs_of_tokens(student, teacher, temperature, settings.over_ranks, lse)
-    log_s = log_s.where(is_listed, -math.inf)
-    log_t = teacher.log_probs.to(log_s.dtype).where(is_listed, -math.inf)
-    rest_of_s, rest_of_t = _log_rest(log_s), torch.full_like(lse[:, :1], -math.inf)
-    if teacher.rest in ("class", "ignore"):
-        rest_of_t = _log_rest(log_t)
-    # A row without tokens has no mass to normalise by.
-    log_t = torch.cat([log_t, rest_of_t], 1)
-    log_t = torch.log_softmax(log_t / temperature, 1).where((log_t != -math.inf).any(1, keepdim=True), -math.inf)
+) -> tuple[Tensor, Tensor, TermsOfTopK]:
+    """The divergence and the centre of each row, [rows], and the terms. A token that no rank has makes a row NaN."""
+    log_t, of_listed = teacher.log_t, student._replace(values=_gathered(student.values, teacher.columns), bias=None)
+    if student.bias is not None:
+        bias = student.bias.unsqueeze(0).expand(log_t.shape[0], -1)
+        of_listed = of_listed._replace(values=of_listed.values + _gathered(bias, teacher.columns))
+    u, tempering = of_listed.values, _tempering(student, temperature)
+    z = u if tempering.is_identity else tempering.apply_(u.clone())
+    if settings.over_ranks is not None:  # one rank has the token, so the sum is exact
+        z = _summed(z.where(teacher.is_own, 0), settings.over_ranks)
+    log_s = (z - lse[:, :1]).sub_(lse[:, 1:])
+    log_s = log_s.where(teacher.has_class, teacher.missing)
     if teacher.rest == "renormalize":
-        log_s = torch.log_softmax(log_s, 1).where(is_listed, -math.inf)
-    if teacher.rest in ("class", "zero"):
-        log_s = torch.cat([log_s, rest_of_s], 1)
-    else:
-        log_t = log_t[:, :-1].contiguous()
-    divergence, weighted, s = DIVERGENCES[settings.divergence](log_s, log_t, settings.beta)
+        log_s = torch.log_softmax(log_s, 1).where(teacher.missing.isnan(), -math.inf)
+    elif teacher.rest != "ignore":
+        log_s = torch.cat([log_s, _log_rest(log_s)], 1)
+    divergence, weighted, s = DIVERGENCES[settings.divergence](log_s, log_t.clone(), settings.beta)
     if teacher.rest == "ignore":
         if settings.divergence == "reverse":
             weighted += s  # the constant in f', which cancels only if s sums to 1
     else:
         divergence.clamp_(min=0)
-    centre, tokens = weighted.sum(1), is_listed.shape[1]
+    centre = weighted.sum(1)
     if teacher.rest == "renormalize":
         outside = torch.zeros_like(centre)
     elif teacher.rest == "ignore":
         outside = -centre
     else:
         outside = weighted[:, -1] / s[:, -1] - centre
-    gradient = torch.addcmul(weighted, s, centre.unsqueeze(1), value=-1)[:, :tokens]
-    return _TermsOfTopK(divergence, centre, outside, gradient, is_listed)
-
-
-def _log_probs_of_tokens(
-    student: Logits, teacher: TopK, temperature: Number, over_ranks: OverRanks | None, lse: Tensor
-) -> Tensor:
-    """[rows, K]; NaN for a token that no rank has."""
-    places, is_here = _places(teacher.tokens, student.values, over_ranks)
-    z = _gathered(student.values, places)
-    if student.bias is not None:
-        z = z + _gathered(student.bias.unsqueeze(0).expand(z.shape[0], -1), places)
-    z = _tempering(student, temperature).apply_(z)
-    if over_ranks is not None:  # one rank has the token, so the sum is exact
-        z = _summed(z.where(is_here, 0), over_ranks)
-        is_here = (teacher.tokens >= 0) & (teacher.tokens < over_ranks.place.classes)
-    return z.where(is_here, math.nan).sub_(lse[:, :1]).sub_(lse[:, 1:])
+    gradient = torch.addcmul(weighted, s, centre.unsqueeze(1), value=-1)[:, : u.shape[1]]
+    return divergence, centre, TermsOfTopK(u, outside, gradient)
 
 
 def _log_rest(log_p: Tensor) -> Tensor:
@@ -412,14 +420,10 @@ def _log_rest(log_p: Tensor) -> Tensor:
     return rest.clamp_(min=torch.finfo(log_p.dtype).eps).log_()
 
 
-def _scatter_(grad: Tensor, teacher: TopK, terms: _TermsOfTopK, over_ranks: OverRanks | None) -> None:
-    """Writes the gradient of the tokens that have a column in grad."""
+def _scatter_(grad: Tensor, teacher: TopK, gradient: Tensor) -> None:
+    """Writes the gradient, [rows, K], of the tokens that have a column in grad."""
     if grad.shape[1] == 0:
         return
-    places, is_here = _places(teacher.tokens, grad, over_ranks)
-    is_here &= terms.is_listed
-    # A missing token repeats the write of the row's first present token, or writes the old value if there is none.
-    first = is_here.to(torch.int8).argmax(1, keepdim=True)
-    places = torch.where(is_here, places, places.gather(1, first))
-    of_first = torch.where(is_here, terms.gradient, grad.gather(1, places)).gather(1, first)
-    grad.scatter_(1, places, torch.where(is_here, terms.gradient, of_first))
+    # A place without a column repeats the write of the row's first column, or writes the old value if there is none.
+    of_first = torch.where(teacher.is_own, gradient, grad.gather(1, teacher.columns)).gather(1, teacher.first)
+    grad.scatter_(1, teacher.columns, torch.where(teacher.is_own, gradient, of_first))

@@ -22,7 +22,7 @@ from eaves._chunked.distributions import (
     RowStatistics,
     TopK,
 )
-from eaves._chunked.divergence import statistics, write_gradient
+from eaves._chunked.divergence import statistics, top_k_of, write_gradient
 from eaves._chunked.head import add_gradients, counted, logits_of, sum_over_ranks
 from eaves._torch.checks import accumulator_dtype, given
 from eaves._torch.head import Product, refuse_zero3
@@ -102,10 +102,16 @@ def _compute(
         x.new_zeros(each.shape, dtype=dtype) if wants and each is not None and into is None else into
         for each, wants, into in zip(student, wanted, (None, grad_head, None))
     ]
-    found: list[Any] = [None] * len(RowStatistics._fields)
+    found: list[Any] = [None] * (len(RowStatistics._fields) - 1)  # without the terms of a top K
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         student = student.as_multiplied()
-        teacher = Product(*teacher).as_multiplied() if settings.teacher == "head" else teacher
+        if settings.teacher == "head":
+            teacher = Product(*teacher).as_multiplied()
+        elif settings.teacher == "top_k":
+            temperature = settings.temperature if rows.temperature is None else rows.temperature
+            (tokens, log_probs, _), columns = teacher, student.head.shape[0]
+            over_ranks = settings.of_rows.over_ranks
+            teacher = top_k_of(tokens, log_probs, temperature, settings.teacher_rest, columns, over_ranks, dtype)
         # The gradient of a bias sums numbers that are not rounded, so it needs the gradient of the logits in full.
         is_in_place = x.dtype == dtype or gradients[2] is not None
         size = settings.chunk if is_in_place else settings.group
@@ -120,7 +126,7 @@ def _compute(
                 part, targets = group._replace(hidden=group.hidden[chunk]), _part(rows.targets, places)
                 both = _distributions(settings, part, teacher, rows, places)
                 of_rows = statistics(*both, settings.of_rows, targets)
-                for index, numbers in enumerate(of_rows):
+                for index, numbers in enumerate(of_rows[:-1]):
                     if numbers is not None:
                         if found[index] is None:
                             found[index] = x.new_zeros((x.shape[0], *numbers.shape[1:]), dtype=dtype)
@@ -168,7 +174,7 @@ def _distributions(
         product = teacher._replace(hidden=teacher.hidden[places], bias=None)
         of_teacher = Logits(logits_of(product), teacher.bias, teacher_scale, teacher_softcap)
     elif settings.teacher == "top_k":
-        of_teacher = TopK(teacher[0][places], teacher[1][places], settings.teacher_rest)
+        of_teacher = teacher.of_rows(places)
     else:
         values = _rows_of(teacher[0], places)
         of_teacher = Logits(values, None, teacher_scale, teacher_softcap, settings.teacher)

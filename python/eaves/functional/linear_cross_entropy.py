@@ -169,7 +169,7 @@ def linear_cross_entropy(
             device. If it is too little for the smallest chunk, the call takes the memory of that chunk.
         keep_bytes: with "keep", the most memory that the forward keeps for the backward, in bytes; the backward
             computes the logits of the other rows again. None: enough for all rows, 2 bytes for each logit in the calls
-            that docs/pytorch.md#what-the-forward-keeps lists, else 4 (8 for float64). "auto" with keep_bytes is keep
+            that docs/algorithms.md#what-the-forward-keeps lists, else 4 (8 for float64). "auto" with keep_bytes is keep
             for the calls that it would recompute. torch.compile leaves such calls out of the graph; under torch.vmap
             and torch.func they recompute. Refused over ranks.
         skip_ignored: on a GPU, whether to leave out ignored rows and rows of weight 0 before the first product, and in

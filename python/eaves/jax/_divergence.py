@@ -104,11 +104,12 @@ class Chunk:
         self.hidden = jnp.where(self.counts, arrays["hidden"], 0)
         temperature = settings.temperature
         self.temperature = arrays["temperature"][:, None] if temperature is None else temperature
-        logits = _product(self.hidden, arrays["head"], settings.is_transposed).astype(self.dtype)
+        u = _product(self.hidden, arrays["head"], settings.is_transposed).astype(self.dtype)
         if (bias := arrays.get("bias")) is not None:
-            logits += bias.astype(self.dtype)
-        self.logits, self.slope = _transformed(logits, settings.scale, settings.softcap)
-        self.tempered = self._tempered(self.logits)
+            u += bias.astype(self.dtype)
+        self.logits = _transformed(u, settings.scale, settings.softcap)
+        self.slope = None if settings.softcap is None else _slope(u, settings.scale, settings.softcap)
+        self.tempered = _transformed(u, settings.scale, settings.softcap, self.temperature)
         self.lse = self._lse(self.tempered)
         self.log_s = self.tempered - self.lse
         self.s = jnp.exp(self.log_s)
@@ -166,14 +167,14 @@ class Chunk:
         given = arrays[settings.teacher]
         if settings.teacher == "teacher_hidden":
             given = _product(given, arrays["teacher_head"], settings.is_transposed)
-        z = given.astype(self.dtype)
+        u = given.astype(self.dtype)
         if (bias := arrays.get("teacher_bias")) is not None:
-            z += bias.astype(self.dtype)
+            u += bias.astype(self.dtype)
         if settings.teacher == "teacher_probs":
-            z = jnp.log(z)
-        elif settings.teacher != "teacher_log_probs":
-            z, _ = _transformed(z, settings.teacher_scale, settings.teacher_softcap)
-        z = self._tempered(z)
+            u = jnp.log(u)
+        is_probability = settings.teacher in ("teacher_probs", "teacher_log_probs")
+        scale, softcap = (1.0, None) if is_probability else (settings.teacher_scale, settings.teacher_softcap)
+        z = _transformed(u, scale, softcap, self.temperature)
         lse = self._lse(z)
         return z - lse, lse
 
@@ -202,7 +203,7 @@ class Chunk:
             of_rest = jnp.log(jnp.maximum(1 - jnp.exp(log_t).sum(1, keepdims=True), jnp.finfo(self.dtype).eps))
             log_t = jnp.append(log_t, of_rest, 1)
         elif settings.rest != "ignore":
-            log_t = self._tempered(log_t)
+            log_t = _transformed(log_t, 1.0, None, self.temperature)
             log_t -= _lse(log_t)
         if settings.rest == "zero":
             log_t = jnp.append(log_t, jnp.full_like(log_t[:, :1], -jnp.inf), 1)
@@ -255,9 +256,6 @@ class Chunk:
 
     # sums over classes, and over their mesh axis
 
-    def _tempered(self, z: Any) -> Any:
-        return z if self.settings.temperature == 1 else z / self.temperature
-
     def _sum(self, of_classes: Any) -> Any:
         total = of_classes.sum(1, keepdims=True)
         return total if self.settings.axis_name is None else jax.lax.psum(total, self.settings.axis_name)
@@ -291,13 +289,18 @@ def _product(x: jax.Array, head: jax.Array, is_transposed: bool) -> jax.Array:
     )  # fmt: skip
 
 
-def _transformed(z: Any, scale: float, softcap: float | None) -> tuple[Any, Any]:
-    """Scaled and soft-capped logits, and the soft cap's slope."""
-    z = z if scale == 1 else z * scale
-    if softcap is None:
-        return z, None
-    # 1 - tanh^2 would cancel.
-    return softcap * jnp.tanh(z / softcap), jnp.cosh(z / softcap) ** -2.0
+def _transformed(u: Any, scale: float, softcap: float | None, temperature: Any = 1.0) -> Any:
+    """Scaled and soft-capped logits, divided by the temperature. The last factor includes the temperature: XLA may
+    merge two factors of a student but not of its teacher, and equal heads would then have different logits."""
+    if softcap is not None:
+        return softcap / temperature * jnp.tanh(u * (scale / softcap))
+    factor = scale / temperature
+    return u if isinstance(factor, float) and factor == 1 else u * factor
+
+
+def _slope(u: Any, scale: float, softcap: float) -> Any:
+    """The soft cap's slope; 1 - tanh^2 would cancel."""
+    return jnp.cosh(u * (scale / softcap)) ** -2.0
 
 
 def _lse(z: Any, axis_name: str | None = None) -> Any:
