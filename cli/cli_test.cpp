@@ -233,6 +233,21 @@ TEST_F(Program, InfoNamesVersionAndCpuAndIsTheSameInJson) {
   }
 }
 
+// It takes minutes under a sanitizer.
+TEST_F(Program, SelfTestSlowlyComparesEveryFamilyOnEveryDevice) {
+  const Outcome outcome = run("eaves info --self-test");
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.out << outcome.err;
+  EXPECT_EQ(outcome.err, "");
+  EXPECT_EQ(outcome.out.find("differs"), std::string::npos) << outcome.out;
+  EXPECT_NE(outcome.out.find(run("eaves info").out), std::string::npos) << outcome.out;
+  for (const char* family : {"logsumexp", "cross_entropy", "product", "linear_cross_entropy", "lrpe_cosine"}) {
+    for (const char* device : {"cpu", "gpu 0"}) {
+      if (std::string(device) != "cpu" && runtime::gpu_count() == 0) continue;
+      EXPECT_NE(outcome.out.find(fmt::format("| {:<6} | {:<20} |", device, family)), std::string::npos) << outcome.out;
+    }
+  }
+}
+
 TEST_F(Program, BenchPrintsTablesAndASummaryAndWritesTheResultFile) {
   const Outcome outcome =
       run("eaves bench logsumexp --device cpu --max-bytes 2M --repetitions 2 --warm-up-ms 0 --json result.json");
@@ -372,6 +387,7 @@ TEST_F(Program, WrongArgumentsAreNamed) {
   expect_refusal("eaves run paint", 2, "there is no command \"paint\", expected one of: logsumexp, cross_entropy, ");
   expect_refusal("eaves info --loud", 2, "unknown option --loud (see eaves info --help");
   expect_refusal("eaves info loud", 2, "loud");
+  expect_refusal("eaves info --json --self-test", 2, "--self-test");
   expect_refusal("eaves paint --loud", 2, "there is no command \"paint\", expected one of: ");
   expect_refusal("eaves bench --treads 2", 2,
                  "unknown option --treads; did you mean --threads? (see eaves bench --help");

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "cli/self_test_cases.h"
+
 namespace eaves::cli {
 
 constexpr int kDeviceOrSystemFailed = 1;
@@ -12,6 +14,8 @@ constexpr int kWrongArgumentOrFile = 2;
 constexpr int kUnsupported = 3;
 
 void print_info(bool is_json);
+/// Prints the text of print_info() and the table of the self-test. Throws DeviceError if a line differs.
+void print_self_test(const std::vector<SelfTestCase>& cases);
 
 struct BenchArguments {
   std::vector<std::string> operators;  ///< empty: all

@@ -1,4 +1,5 @@
-// `eaves info`: the parts of this build, the machine, the missing parts and their cost.
+// `eaves info`: the parts of this build, the machine, the missing parts and their cost; with --self-test also whether
+// the kernels are right on this machine.
 #include <fmt/format.h>
 
 #include <string>
@@ -6,7 +7,10 @@
 
 #include "cli/commands.h"
 #include "cli/options.h"
+#include "cli/self_test_cases.h"
+#include "cli/stop.h"
 #include "cli/system_report.h"
+#include "eaves/error.h"
 #include "eaves/system.h"
 #include "runtime/runtime.h"
 
@@ -42,5 +46,17 @@ void print_text(const SystemInfo& system) {
 }  // namespace
 
 void print_info(bool is_json) { is_json ? fmt::print("{}\n", system_json(system_info())) : print_text(system_info()); }
+
+void print_self_test(const std::vector<SelfTestCase>& cases) {
+  print_text(system_info());
+  fmt::print("\n");
+  const auto say = [](const std::string& line) {
+    fmt::print("{}\n", line);
+    flush_output();  // a line may take seconds
+  };
+  if (self_test(say, cases) > 0) {
+    throw DeviceError("self-test: results differ");
+  }
+}
 
 }  // namespace eaves::cli

@@ -38,9 +38,15 @@ void add_info(CLI::App& program) {
   CLI::App* command =
       program.add_subcommand("info", "Describe this build and this machine, and name the missing parts.");
   command->footer("Example:\n  eaves info --json");
-  const auto is_json = std::make_shared<bool>(false);
-  command->add_flag("--json", *is_json, "Print JSON instead of text");
-  command->callback([is_json] { print_info(*is_json); });
+  const auto is_json = std::make_shared<bool>(false), is_self_test = std::make_shared<bool>(false);
+  CLI::Option* json = command->add_flag("--json", *is_json, "Print JSON instead of text");
+  command
+      ->add_flag(
+          "--self-test", *is_self_test,
+          "Also compare every kernel of the CPU and of each kind of GPU with slow loops in float64, in a minute; "
+          "exit code 1 if a result differs. The report is for an issue")
+      ->excludes(json);
+  command->callback([=] { *is_self_test ? print_self_test(self_test_cases()) : print_info(*is_json); });
 }
 
 void add_bench(CLI::App& program) {
@@ -215,7 +221,7 @@ int run_program(int argc, char** argv) {
       "Example:\n  eaves info\n\n"
       "Exit codes:\n"
       "    0  success; also if the reader of a pipe stops early (| head)\n"
-      "    1  the device or the system failed (out of memory, disk full)\n"
+      "    1  the device or the system failed (out of memory, disk full), or a self-test found a wrong result\n"
       "    2  an argument or an input file is wrong\n"
       "    3  this build or this machine does not support the request\n"
       "  130  a signal stopped the program (Ctrl-C, SIGTERM, SIGHUP); no temporary file is left");

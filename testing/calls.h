@@ -14,6 +14,7 @@
 #include "eaves/context.h"
 #include "eaves/error.h"
 #include "runtime/runtime.h"
+#include "testing/runs.h"
 #include "testing/tensor.h"
 
 namespace eaves::testing {
@@ -21,13 +22,7 @@ namespace eaves::testing {
 /// Runs a call, and fails if an input or a byte around an output has changed.
 template <typename Run>
 void run_between_canaries(Run& run, const ExecutionContext& context = {}) {
-  std::vector<std::vector<unsigned char>> before;
-  for (TestTensor* input : run.inputs()) before.push_back(input->bytes());
-  run.run(context);
-  for (std::size_t i = 0; i < before.size(); ++i) {
-    EXPECT_TRUE(run.inputs()[i]->bytes() == before[i]) << "input " << i << " was modified";
-  }
-  for (auto& [name, tensor] : run.outputs()) EXPECT_EQ(tensor->canary_damage(), "") << "around " << name;
+  EXPECT_EQ(damage_by_run(run, context), "");
 }
 
 /// Fails unless two runs give the same bits.

@@ -2,8 +2,6 @@
 // a forward, and their comparison with the oracle's rows and sums.
 #pragma once
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -124,31 +122,33 @@ struct CrossEntropyResults {
 
 /// The worst errors of a forward, as shares of the errors that testing/tolerance.h allows.
 struct CrossEntropyResultShares {
+  std::string failure = {};  ///< on the first result outside of the contract; empty: all are within it
   double loss = 0.0;
   double lse = 0.0;
   double entropy = 0.0;
 
   void raise_results(const CrossEntropyResultShares& other) {
+    if (failure.empty()) failure = other.failure;
     loss = std::max(loss, other.loss);
     lse = std::max(lse, other.lse);
     entropy = std::max(entropy, other.entropy);
   }
 };
 
-/// The worst shares of `check(test_case)`; on a GPU also of a check without the outputs that need separate kernels.
-template <typename Case, typename Check>
-auto check_with_and_without_all_of_row(const Case& test_case, Check check) {
-  auto shares = check(test_case);
+/// The worst shares of `compare(test_case)`; on a GPU also without the outputs that need separate kernels.
+template <typename Case, typename Compare>
+auto compare_with_and_without_all_of_row(const Case& test_case, Compare compare) {
+  auto shares = compare(test_case);
   if (test_case.device.type == DeviceType::cuda && test_case.wants_all_of_row && !test_case.has_grad_entropy) {
     Case few = test_case;
     few.wants_all_of_row = false;
-    shares.raise(check(few));
+    shares.raise(compare(few));
   }
   return shares;
 }
 
-/// Compares all results except argmax with the oracle. Each function returns true within the contract; otherwise it has
-/// reported a failure.
+/// Compares all results except argmax with the oracle. Each function returns true within the contract; otherwise the
+/// shares have a failure.
 class CrossEntropyResultComparison {
  public:
   /// `has_exact_logits`: the logits are inputs, and not a product computed in `dtype`.
@@ -213,7 +213,7 @@ class CrossEntropyResultComparison {
   bool expect(double actual, const Expected& expected, const std::string& what, double& share) {
     const std::string text = difference(dtype_, actual, expected.value, expected.scale);
     if (!text.empty()) {
-      ADD_FAILURE() << what << ": " << text << ", scale " << expected.scale;
+      shares_.failure = what + ": " + text + ", scale " + short_text(expected.scale);
       return false;
     }
     const double error = std::abs(actual - expected.value);

@@ -7,14 +7,9 @@
 #include "eaves/system.h"
 #include "eaves/tensor.h"
 #include "runtime/runtime.h"
+#include "testing/runs.h"
 
 namespace eaves::testing {
-
-/// The device of the running test, and of its cases unless they name another.
-inline Device& device_of_test() {
-  static Device device = kCpu;
-  return device;
-}
 
 class OnEachDevice : public ::testing::TestWithParam<DeviceType> {
  protected:

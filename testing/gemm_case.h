@@ -1,8 +1,6 @@
-// One matrix product in a test: its operands on any device, and the comparison with float64 loops. The test says which
-// function computes the product.
+// One matrix product in a test or a self-test: its operands on any device, and the comparison with float64 loops. The
+// caller says which function computes the product.
 #pragma once
-
-#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
@@ -50,6 +48,13 @@ struct GemmCase {
   /// The numbers of element [i, p] of a, and of element [p, j] of b; absent: normal numbers.
   std::function<double(std::int64_t, std::int64_t)> a = {};
   std::function<double(std::int64_t, std::int64_t)> b = {};
+};
+
+/// The worst error of one product, as a share of the error that testing/tolerance.h allows.
+struct GemmShares {
+  std::string failure = {};  ///< on the first element outside of the contract; empty: all are within it
+  double c = 0.0;
+  double worst() const { return c; }
 };
 
 /// The tensors of one product. Elements that must not be read have numbers too: between the rows of a and b normal
@@ -106,9 +111,13 @@ class GemmRun {
 
   double c_at(std::int64_t i, std::int64_t j) const { return c.get(i * c_stride_ + j); }
 
-  /// Fails with the first element that differs from the formula, or the first gap that was written.
-  void compare() const {
-    EXPECT_EQ(c.canary_damage(), "");
+  /// Has a failure for the first element that differs from the formula, or the first gap that was written.
+  GemmShares compare() const {
+    GemmShares shares{.failure = c.canary_damage()};
+    const auto fail = [&](const std::string& what, std::int64_t i, std::int64_t j) {
+      shares.failure = what + " at " + check::to_string(Dims{i, j});
+      return shares;
+    };
     const std::vector<double> of_a = numbers(a, case_.m, case_.k, a_stride_, case_.is_a_transposed);
     const std::vector<double> of_b = numbers(b, case_.k, case_.n, b_stride_, case_.is_b_transposed);
     const double factor = case_.has_alpha ? alpha.get(0) : 1.0;
@@ -133,12 +142,16 @@ class GemmRun {
         if (case_.accumulates && rounds_before_adding(device_, dtypes_.c)) {
           allowed += 0.5 * unit_in_last_place(dtypes_.c, sums[at] - before_at(i, j));
         }
-        ASSERT_EQ(difference_beyond(allowed, dtypes_.c, c_at(i, j), sums[at]), "") << "at [" << i << ", " << j << "]";
+        const std::string text = difference_beyond(allowed, dtypes_.c, c_at(i, j), sums[at]);
+        if (!text.empty()) return fail(text, i, j);
+        const double error = std::abs(c_at(i, j) - sums[at]);
+        if (error > 0.0 && std::isfinite(error)) shares.c = std::max(shares.c, error / allowed);
       }
       for (std::int64_t j = case_.n; j < c_stride_; ++j) {
-        ASSERT_EQ(c_at(i, j), before_at(i, j)) << "behind row " << i << " was written";
+        if (c_at(i, j) != before_at(i, j)) return fail("a gap between rows was written", i, j);
       }
     }
+    return shares;
   }
 
  private:
@@ -193,11 +206,12 @@ inline std::string description_of(GemmDTypes dtypes, const GemmCase& c) {
 
 /// Computes a product by `multiply`, a function of a Gemm, and compares every element with the formula.
 template <typename Multiply>
-void check_gemm(Device device, GemmDTypes dtypes, const GemmCase& test_case, const Multiply& multiply) {
-  SCOPED_TRACE(description_of(dtypes, test_case));
+GemmShares compare_gemm(Device device, GemmDTypes dtypes, const GemmCase& test_case, const Multiply& multiply) {
   GemmRun run(device, dtypes, test_case);
   run.run(multiply);
-  run.compare();
+  GemmShares shares = run.compare();
+  if (!shares.failure.empty()) shares.failure = description_of(dtypes, test_case) + ": " + shares.failure;
+  return shares;
 }
 
 }  // namespace eaves::testing

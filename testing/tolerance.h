@@ -145,6 +145,13 @@ inline double largest_finite(DType dtype) {
   return 0x1.fffffffffffffp1023;
 }
 
+/// "1.23e-06", for sentences.
+inline std::string short_text(double number) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.3g", number);
+  return text;
+}
+
 /// Empty when `result` is at most `allowed` away from `exact`; otherwise a sentence with expected, actual and distance.
 inline std::string difference_beyond(double allowed, DType dtype, double result, double exact) {
   if (std::isnan(exact)) return std::isnan(result) ? "" : "expected NaN, actual " + std::to_string(result);

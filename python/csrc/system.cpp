@@ -1,11 +1,12 @@
-// What Python needs of the library besides the operators: the abilities of this build on this machine, the table of the
-// losses' options, and the kernel that streams bytes.
+// What Python needs of the library besides the operators: the abilities of this build on this machine, its self-test,
+// the table of the losses' options, and the kernel that streams bytes.
 #include "eaves/system.h"
 
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "cli/self_test_cases.h"
 #include "cli/system_report.h"
 #include "core/check.h"
 #include "core/loss_options.h"
@@ -19,6 +20,13 @@ namespace {
 std::string version() { return EAVES_VERSION; }
 
 std::string system_info() { return cli::system_json(eaves::system_info()); }
+
+/// The lines of the self-test, and how many of its cases differ.
+std::tuple<std::string, std::int64_t> self_test() {
+  std::string report;
+  const int differing = cli::self_test([&](const std::string& line) { report += line + "\n"; });
+  return {report, differing};
+}
 
 std::int64_t bytes_of(const TensorView& view) {
   return view.element_count() * static_cast<std::int64_t>(size_of(view.dtype));
@@ -67,6 +75,7 @@ void implement(Library& library) { library.impl("stream_bytes", EAVES_BOX(stream
 STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
   library.def("version() -> str");
   library.def("system_info() -> str");
+  library.def("self_test() -> (str report, int differing)");
   library.def("loss_options() -> (str[] words, float[] numbers)");
   library.def("stream_bytes(Tensor source, Tensor(a!) destination, int read_bytes, int write_bytes) -> ()");
 }
@@ -74,6 +83,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
 STABLE_TORCH_LIBRARY_IMPL(eaves, CompositeExplicitAutograd, library) {
   library.impl("version", EAVES_BOX(eaves::binding::version));
   library.impl("system_info", EAVES_BOX(eaves::binding::system_info));
+  library.impl("self_test", EAVES_BOX(eaves::binding::self_test));
   library.impl("loss_options", EAVES_BOX(eaves::binding::loss_options));
 }
 EAVES_IMPLEMENT(eaves::binding::implement)

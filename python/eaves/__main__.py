@@ -34,7 +34,14 @@ def _main() -> int:
     info = commands.add_parser(
         "info", help="print versions, devices and backends, and name parts that do not fit together"
     )
-    info.add_argument("--json", action="store_true", help="print JSON instead of text")
+    form = info.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON instead of text")
+    form.add_argument(
+        "--self-test",
+        action="store_true",
+        help="also compare every kernel of the CPU and of each kind of GPU with slow loops in float64, in a minute; "
+        "exit code 1 if a result differs. The report is for an issue",
+    )
     if _bench is not None:
         bench = commands.add_parser(
             "bench",
@@ -52,8 +59,12 @@ def _main() -> int:
         return 0
     report = _info.collect()
     _command_line.say(json.dumps(report, indent=2) if arguments.json else _info.text(report))
+    differing = 0
+    if arguments.self_test:
+        lines, differing = _info.self_test()
+        _command_line.say("\n" + lines.rstrip("\n"))
     _command_line.check()
-    return 0 if report["matches"] else 1
+    return 0 if report["matches"] and not differing else 1
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """The report of `python -m eaves info`: the versions in this process, the abilities of the extension on this machine,
-and mismatches between them."""
+mismatches between them, and the extension's self-test."""
 
 from __future__ import annotations
 
@@ -33,6 +33,16 @@ def extension() -> dict[str, Any]:
         return system()
     report: dict[str, Any] = json.loads(torch.ops.eaves.system_info())
     return report
+
+
+def self_test() -> tuple[str, int]:
+    """The lines of `eaves info --self-test`, and how many of its cases differ."""
+    if torch is None:
+        from eaves.jax._library import self_test as of_jax
+
+        return of_jax()
+    lines, differing = torch.ops.eaves.self_test()
+    return lines, differing
 
 
 def collect() -> dict[str, Any]:

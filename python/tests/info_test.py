@@ -74,6 +74,23 @@ def test_it_says_whether_the_library_for_jax_is_built(report: dict[str, Any]) ->
     assert "it has no eaves.jax" in _info.text(without)
 
 
+def test_the_self_test_compares_every_family_of_kernels_with_the_oracles() -> None:
+    result = run("info", "--self-test")
+    assert result.returncode == 0 and result.stderr == "", result.stdout + result.stderr
+    assert "differs" not in result.stdout and result.stdout.startswith(run("info").stdout)
+    families = {line.split("|")[2].strip() for line in result.stdout.splitlines() if line.startswith("| cpu ")}
+    assert families == {"logsumexp", "cross_entropy", "product", "linear_cross_entropy", "lrpe_cosine"}
+
+
+def test_a_self_test_that_differs_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_info, "self_test", lambda: ("| cpu | logsumexp | differs |\n", 1))
+    monkeypatch.setattr(sys, "argv", ["eaves", "info", "--self-test"])
+    assert importlib.import_module("eaves.__main__").main() == 1
+    assert "| differs |" in capsys.readouterr().out
+
+
 def test_without_torch_it_says_what_eaves_jax_can_do(report: dict[str, Any]) -> None:
     pytest.importorskip("jaxlib", reason="jaxlib is not installed")
     program = (

@@ -10,7 +10,7 @@
 #include "runtime/runtime.h"
 #include "testing/cases.h"
 #include "testing/devices.h"
-#include "testing/gemm_case.h"
+#include "testing/gemm_test_case.h"
 
 namespace eaves::testing {
 namespace {

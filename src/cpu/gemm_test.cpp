@@ -15,7 +15,7 @@
 #include "cpu/gemm_own.h"
 #include "cpu/onednn.h"
 #include "testing/cases.h"
-#include "testing/gemm_case.h"
+#include "testing/gemm_test_case.h"
 
 namespace eaves::cpu {
 namespace {

@@ -12,7 +12,7 @@
 #include "eaves/system.h"
 #include "testing/cases.h"
 #include "testing/devices.h"
-#include "testing/gemm_case.h"
+#include "testing/gemm_test_case.h"
 
 namespace eaves::testing {
 namespace {

@@ -18,6 +18,7 @@
 #include <string_view>
 #include <vector>
 
+#include "cli/self_test_cases.h"
 #include "cli/system_report.h"
 #include "core/check.h"
 #include "core/loss_options.h"
@@ -267,5 +268,13 @@ EAVES_EXPORT const char* eaves_jax_table() {
 /// The text of `eaves info --json` for this library.
 EAVES_EXPORT const char* eaves_jax_system() {
   static const std::string text = eaves::cli::system_json(eaves::system_info());
+  return text.c_str();
+}
+
+/// The lines of the self-test; writes how many of its cases differ. The text lives until the next call.
+EAVES_EXPORT const char* eaves_jax_self_test(std::int64_t* differing) {
+  static std::string text;
+  text.clear();
+  *differing = eaves::cli::self_test([](const std::string& line) { text += line + "\n"; });
   return text.c_str();
 }

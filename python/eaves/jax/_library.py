@@ -43,8 +43,9 @@ def _load() -> ctypes.CDLL:
     except OSError as error:
         raise ImportError(f"eaves.jax: {LIBRARY} cannot be loaded: {error}; install the package again") from error
     library.eaves_jax_table.restype = library.eaves_jax_system.restype = ctypes.c_char_p
-    library.eaves_jax_workspace_bytes.restype = ctypes.c_char_p
+    library.eaves_jax_workspace_bytes.restype = library.eaves_jax_self_test.restype = ctypes.c_char_p
     number = ctypes.POINTER(ctypes.c_int64)
+    library.eaves_jax_self_test.argtypes = [number]
     library.eaves_jax_workspace_bytes.argtypes = [ctypes.c_char_p, number, number]
     on_gpu = {ROWS_TARGET: library.eaves_jax_cuda, PRODUCTS_TARGET: library.eaves_jax_cuda_products}
     for target in TARGETS:
@@ -68,6 +69,13 @@ def system() -> dict[str, Any]:
     """The facts about the library on this machine that `eaves info --json` prints."""
     found: dict[str, Any] = json.loads(_library.eaves_jax_system())
     return found
+
+
+def self_test() -> tuple[str, int]:
+    """The lines of `eaves info --self-test`, and how many of its cases differ."""
+    differing = ctypes.c_int64()
+    lines: bytes = _library.eaves_jax_self_test(ctypes.byref(differing))
+    return lines.decode(), differing.value
 
 
 @functools.lru_cache(maxsize=4096)

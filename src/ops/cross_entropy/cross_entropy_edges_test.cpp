@@ -130,7 +130,7 @@ TEST_P(CrossEntropyEdges, IgnoredRowsHaveNoLossAndNoGradientWhateverTheyHold) {
          .target = [](std::int64_t row) { return row % 2 == 0 ? kIgnored : 1.0; }});
     run.run();
     CrossEntropyComparison comparison(run);
-    comparison.compare();
+    EXPECT_EQ(comparison.compare(), "");
     EXPECT_TRUE(std::isfinite(run.results.loss.get(0)));
     EXPECT_TRUE(std::isfinite(run.results_in_place.loss.get(0)));
     for (std::int64_t v = 0; v < columns; ++v) {
@@ -170,7 +170,7 @@ TEST_P(CrossEntropyEdges, WhereAllRowsAreIgnoredTheMeanIsZeroAndSoAreTheGradient
                          .target = [](std::int64_t) { return kIgnored; }});
     run.run();
     CrossEntropyComparison comparison(run);
-    comparison.compare();
+    EXPECT_EQ(comparison.compare(), "");
     EXPECT_EQ(run.results.loss.get(0), 0.0);
     EXPECT_EQ(run.results.z_loss.get(0), 0.0);
     for (std::int64_t i = 0; i < 5 * columns; ++i) {
@@ -191,7 +191,7 @@ TEST_P(CrossEntropyEdges, RowsWhoseWeightsAddUpToZeroHaveAMeanOfZeroAndNoGradien
                          .weight = [](std::int64_t v) { return v == 1 ? 0.0 : 2.0; }});
     run.run();
     CrossEntropyComparison comparison(run);
-    comparison.compare();
+    EXPECT_EQ(comparison.compare(), "");
     EXPECT_EQ(run.results.loss.get(0), 0.0);
     for (std::int64_t i = 0; i < 5 * columns; ++i) ASSERT_EQ(run.grad_logits.get(i), 0.0);
   }
@@ -343,7 +343,7 @@ TEST_P(CrossEntropyEdges, AsPGoesToOneTheGradientOfTheTargetStaysPrecise) {
                            .target = [](std::int64_t) { return 1.0; }});
       run.run();
       CrossEntropyComparison comparison(run);
-      comparison.compare();
+      EXPECT_EQ(comparison.compare(), "");
       // The error relative to 1 - p itself, not to a larger scale.
       const double exact = 1.75 * std::expm1(run.logits.get(1) - run.results.lse.get(0));
       EXPECT_NEAR(run.grad_logits.get(1), exact, 2e-6 * std::abs(exact)) << "margin " << margin;

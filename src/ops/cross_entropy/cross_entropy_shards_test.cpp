@@ -20,96 +20,10 @@ EAVES_EACH_DEVICE(CrossEntropyShards);
 
 double normal(std::int64_t i) { return 3.0 * random_normal(37, static_cast<std::uint64_t>(i)); }
 
-/// The part [first, first + size) of an axis.
-TensorView part_of(TensorView view, int axis, std::int64_t first, std::int64_t size) {
-  const std::int64_t bytes = first * view.strides[axis] * static_cast<std::int64_t>(size_of(view.dtype));
-  view.data = static_cast<char*>(view.data) + bytes;
-  view.shape[axis] = size;
-  return view;
-}
-
-/// Runs shards, merge and backward instead of forward and backward, over the buffers of `run`.
-void run_in_shards(CrossEntropyRun& run, const std::vector<std::int64_t>& sizes) {
-  const CrossEntropyCase& test_case = run.test_case();
-  const CrossEntropyForwardArgs whole = run.forward_args();
-  const auto shards = static_cast<std::int64_t>(sizes.size());
-  Dims shape = {shards};
-  for (const std::int64_t size : run.row_shape()) shape.push_back(size);
-  shape.push_back(kCrossEntropyStatistics);
-  TestTensor statistics(test_case.device, accumulator_dtype(test_case.dtype), shape);
-
-  const auto of_shard = [&](std::int64_t shard) {
-    const TensorView all = statistics.view();
-    Dims of_one;
-    for (int axis = 1; axis < shape.size(); ++axis) of_one.push_back(shape[axis]);
-    const std::int64_t bytes = shard * all.strides[0] * static_cast<std::int64_t>(size_of(all.dtype));
-    return TensorView::contiguous(static_cast<char*>(all.data) + bytes, all.dtype, of_one, all.device);
-  };
-  const auto weight_of = [&](std::int64_t first, std::int64_t size) {
-    return whole.class_weight.is_present ? part_of(whole.class_weight, 0, first, size) : TensorView{};
-  };
-  const auto targets_of = [&](std::int64_t first, std::int64_t size) {
-    return run.is_soft() ? part_of(whole.targets, run.class_axis(), first, size) : whole.targets;
-  };
-  std::int64_t first = 0;
-  for (std::int64_t shard = 0; shard < shards; ++shard) {
-    const std::int64_t size = sizes[static_cast<std::size_t>(shard)];
-    cross_entropy_shard_forward({.logits = part_of(whole.logits, run.class_axis(), first, size),
-                                 .targets = targets_of(first, size),
-                                 .class_weight = weight_of(first, size),
-                                 .class_axis = test_case.class_axis,
-                                 .options = test_case.options,
-                                 .first_class = first,
-                                 .classes = run.classes(),
-                                 .is_for_mean_logit = whole.mean_logit.is_present,
-                                 .statistics = of_shard(shard)});
-    first += size;
-  }
-  ASSERT_EQ(first, run.classes());
-  cross_entropy_merge({.statistics = statistics.view(),
-                       .targets = run.is_soft() ? TensorView{} : whole.targets,
-                       .row_weight = whole.row_weight,
-                       .normalizer = whole.normalizer,
-                       .options = test_case.options,
-                       .classes = run.classes(),
-                       .has_class_weight = whole.class_weight.is_present,
-                       .has_soft_targets = run.is_soft(),
-                       .skips_ignored = test_case.skips_ignored,
-                       .loss = whole.loss,
-                       .lse = whole.lse,
-                       .argmax = whole.argmax,
-                       .entropy = whole.entropy,
-                       .sum_sq = whole.sum_sq,
-                       .mean_logit = whole.mean_logit,
-                       .z_loss = whole.z_loss,
-                       .target_mass = whole.target_mass,
-                       .divisor = whole.divisor});
-  first = 0;
-  for (const std::int64_t size : sizes) {
-    CrossEntropyBackwardArgs args = run.backward_args();
-    args.logits = part_of(args.logits, run.class_axis(), first, size);
-    args.grad_logits = part_of(args.grad_logits, run.class_axis(), first, size);
-    args.targets = targets_of(first, size);
-    args.class_weight = weight_of(first, size);
-    args.first_class = first;
-    args.classes = run.classes();
-    cross_entropy_backward(args);
-    first += size;
-  }
-  run.download();
-  statistics.download();
-  EXPECT_EQ(statistics.canary_damage(), "") << "around statistics";
-}
-
 void check_shards(CrossEntropyCase test_case, const std::vector<std::int64_t>& sizes) {
   test_case.runs_in_place = false;
   SCOPED_TRACE(description_of(test_case) + ", " + std::to_string(sizes.size()) + " shards");
-  CrossEntropyRun run(test_case);
-  run_in_shards(run, sizes);
-  if (::testing::Test::HasFatalFailure()) return;
-  for (auto& [name, tensor] : run.outputs()) EXPECT_EQ(tensor->canary_damage(), "") << "around " << name;
-  CrossEntropyComparison comparison(run);
-  comparison.compare();
+  EXPECT_EQ(compare_cross_entropy_in_shards(test_case, sizes).failure, "");
 }
 
 /// Uneven ways to cut `classes`.

@@ -244,7 +244,7 @@ void check_shards(const LinearCrossEntropyCase& test_case, const std::vector<std
   if (::testing::Test::HasFatalFailure()) return;
   for (auto& [name, tensor] : run.outputs()) EXPECT_EQ(tensor->canary_damage(), "") << "around " << name;
   LinearCrossEntropyComparison comparison(run);
-  comparison.compare();
+  EXPECT_EQ(comparison.compare(), "");
 }
 
 /// No row is ignored, so the statistics of the rows that count are adjacent.

@@ -46,15 +46,16 @@ inline LogsumexpRows logsumexp(const TensorView& x, const AxisSet& axes) {
     max = std::fmax(max, values.back());
   } while (next_index(index, x.shape));
 
-  std::vector<double> sum(rows.max.size(), 0.0);
+  std::vector<double>& sum = rows.lse_minus_anchor;  // until its logarithm replaces it
+  sum.assign(sum.size(), 0.0);
   for (std::size_t i = 0; i < values.size(); ++i) {
     const auto row = static_cast<std::size_t>(rows.row_of[i]);
     // An infinite maximum is not subtracted: exp of the element itself is 0, infinity or NaN, as in the formula.
     sum[row] += std::exp(values[i] - (std::isfinite(rows.max[row]) ? rows.max[row] : 0.0));
   }
   for (std::size_t row = 0; row < sum.size(); ++row) {
-    rows.lse_minus_anchor[row] = std::log(sum[row]);
-    rows.lse[row] = rows.lse_minus_anchor[row] + (std::isfinite(rows.max[row]) ? rows.max[row] : 0.0);
+    sum[row] = std::log(sum[row]);
+    rows.lse[row] = sum[row] + (std::isfinite(rows.max[row]) ? rows.max[row] : 0.0);
   }
   return rows;
 }
