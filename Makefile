@@ -15,21 +15,21 @@ OPTIONS := -DEAVES_CUDA=$(CUDA) "-DEAVES_CUDA_TARGETS=$(CUDA_TARGETS)"
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
 
-build: ## install what is missing, build build/release/eaves
+build: ## install missing packages, build the program build/release/eaves
 	@CUDA=$(CUDA) tools/setup build
 	@tools/build release $(JOBS) $(OPTIONS)
 
-bench: build ## build, then print the tables of every operator for the device found
+bench: build ## build, then measure every operator on this machine and print the tables
 	@$(BUILD)/eaves bench
 
 published: wheel ## build the Python package, then measure the tables that xopes published (docs/published.md)
 	@.venv/bin/python benchmarks published
 
-wheel: ## install what is missing, build the Python package into dist/ and install it into .venv
+wheel: ## install missing packages, build the Python package into dist/, install it into .venv
 	@CUDA=$(CUDA) tools/setup
 	@tools/wheel $(JOBS) $(OPTIONS)
 
-test: ## install what is missing, build, run every test, count them
+test: ## install missing packages, build, run every test and count the results
 	@CUDA=$(CUDA) tools/setup
 	@tools/build release $(JOBS) $(OPTIONS) all eaves_tests
 	@tools/wheel $(JOBS) $(OPTIONS)
@@ -38,11 +38,11 @@ test: ## install what is missing, build, run every test, count them
 docs: ## install mkdocs in build/site_venv, build the documentation's site in build/site and check its links
 	@tools/site
 
-format: ## bring the C++ and Python sources into the project's format
+format: ## format the C++ and Python sources
 	@tools/setup
 	@tools/format
 
-clean: ## remove everything that was built; what was installed stays
+clean: ## remove all build outputs; installed packages stay
 	@rm -rf build dist
 
 .PHONY: help build bench published wheel test docs format clean

@@ -37,7 +37,7 @@ AtomicFile::AtomicFile(const std::string& argument, const std::string& path) {
   const auto refuse_for = [&](int error) { refuse(fmt::format("cannot be written: {}", std::strerror(error))); };
   struct stat status {};
   if (stat(path.c_str(), &status) == 0) {
-    if (!S_ISREG(status.st_mode)) refuse("exists and is not a regular file");
+    if (!S_ISREG(status.st_mode)) refuse("exists and is not a regular file, expected a regular file or a new name");
     if (access(path.c_str(), W_OK) != 0) refuse_for(errno);
     if ((status.st_mode & 0222) == 0) refuse_for(EACCES);  // root may write it, but somebody has protected it
   } else if (errno != ENOENT) {
@@ -45,7 +45,8 @@ AtomicFile::AtomicFile(const std::string& argument, const std::string& path) {
   }
   const std::filesystem::path target = resolve(path);
   path_ = target.string();
-  if (target.filename().empty()) throw InvalidArgument(fmt::format("{}: \"{}\" names no file", argument, path));
+  if (target.filename().empty())
+    throw InvalidArgument(fmt::format("{}: is \"{}\", expected the name of a file", argument, path));
   // Other processes write other names. Runs of the same process id that were killed may have left some of the 100
   // names.
   for (int attempt = 0; attempt < 100 && descriptor_ < 0; ++attempt) {
@@ -85,8 +86,8 @@ void AtomicFile::write(const void* data, std::size_t bytes) {
 
 void AtomicFile::commit() {
   // The data must reach the disk before the name does, or a power cut could leave an empty file under the name.
-  if (fsync(descriptor_) != 0) fail("cannot be forced to the disk");
-  if (rename(temporary_path_.c_str(), path_.c_str()) != 0) fail("cannot be put in place");
+  if (fsync(descriptor_) != 0) fail("cannot be flushed to the disk");
+  if (rename(temporary_path_.c_str(), path_.c_str()) != 0) fail("cannot be renamed from its temporary name");
   remove_when_stopped(nullptr);
   close(descriptor_);
   descriptor_ = -1;

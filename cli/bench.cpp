@@ -147,10 +147,10 @@ std::int64_t count_measured_rows(const std::vector<bench::MeasuredTable>& run) {
 
 // Says where the results of a stopped run are.
 std::string describe_stopped(std::int64_t measured_rows, const std::string& json_path) {
-  if (measured_rows == 0) return "stopped before a row was measured; nothing is written";
+  if (measured_rows == 0) return "stopped before the first row was measured; no file is written";
   const std::string rows =
-      fmt::format("stopped; what was measured, {} row{}, is ", measured_rows, measured_rows == 1 ? "" : "s");
-  return rows + (json_path.empty() ? "above, and in no file without --json" : "in " + json_path);
+      fmt::format("stopped; {} measured row{} ", measured_rows, measured_rows == 1 ? " is" : "s are");
+  return rows + (json_path.empty() ? "printed above; --json FILE also writes them to a file" : "in " + json_path);
 }
 
 // "rows=2048,dim=768,v=50257" for the axes of an operator; "grid=4x8x8" may stand for a length.
@@ -160,8 +160,8 @@ bench::Shape parse_shape(const bench::Operator& op, const std::string& text) {
   std::vector<std::string> missing = op.axes;
   const auto refuse = [&] {
     const bool has_length = std::find(op.axes.begin(), op.axes.end(), "length") != op.axes.end();
-    throw InvalidArgument(fmt::format("--shape: is \"{}\", expected a size from 1 for each axis of {}: {}=...{}", text,
-                                      op.name, fmt::join(op.axes, "=...,"),
+    throw InvalidArgument(fmt::format("--shape: is \"{}\", expected a positive size for each axis of {}: {}=...{}",
+                                      text, op.name, fmt::join(op.axes, "=...,"),
                                       has_length ? " (or grid=4x8x8 instead of length)" : ""));
   };
   for (std::size_t begin = 0; begin <= text.size();) {
@@ -186,7 +186,7 @@ bench::Shape parse_shape(const bench::Operator& op, const std::string& text) {
     begin = end + 1;
   }
   if (!missing.empty()) refuse();
-  if (elements > 1e15) throw InvalidArgument(fmt::format("--shape: {} is too large for any memory", text));
+  if (elements > 1e15) throw InvalidArgument(fmt::format("--shape: is {}, which is too large for any memory", text));
   return shape;
 }
 
@@ -223,12 +223,14 @@ std::string heading(Device device, const BenchArguments& arguments) {
     text += fmt::format("# threads: {}\n", arguments.threads);
   const double share = device.type == DeviceType::cpu ? busy_share() : 0.0;
   if (share >= kBusy) {
-    text += fmt::format("# others take {:.0f} % of the cores' time: expect longer times\n", 100.0 * share);
+    text += fmt::format("# other programs use {:.0f} % of the CPU: these times will be too long\n", 100.0 * share);
   }
   return text +
-         "# eaves, limit: milliseconds, the median; limit is plain streaming of the same\n"
-         "# bytes in the same run, or the matrix products alone; ratio: eaves / limit\n"
-         "# memory: MiB of inputs, outputs and workspace; workspace: MiB of it alone\n\n";
+         "# eaves: the operator's time in ms (median)\n"
+         "# limit: the time for the same bytes, or the same matrix products, and no more\n"
+         "# ratio: eaves / limit\n"
+         "# memory: inputs, outputs and workspace in MiB; workspace: its share of them\n"
+         "# *: other programs slowed this row down\n\n";
 }
 
 }  // namespace
@@ -254,7 +256,7 @@ void run_bench(const BenchArguments& arguments) {
   if (!arguments.json_path.empty()) json_file.emplace("--json", arguments.json_path);
 
   const bool has_shape = !arguments.shape.empty();
-  if (has_shape && operators.size() != 1) throw InvalidArgument("--shape: expected one operator, whose shape it is");
+  if (has_shape && operators.size() != 1) throw InvalidArgument("--shape: expected the name of one operator before it");
   std::vector<bench::Table> own;
   if (has_shape) {
     const bench::Operator& op = operators.front();
@@ -274,7 +276,8 @@ void run_bench(const BenchArguments& arguments) {
   screen.show(bench::summary(run));
   const std::int64_t measured_rows = count_measured_rows(run);
   if (is_complete && !arguments.max_bytes.empty() && measured_rows == 0) {
-    throw InvalidArgument(fmt::format("--max-bytes: {} leaves out every row, expected more", arguments.max_bytes));
+    throw InvalidArgument(
+        fmt::format("--max-bytes: is {}, which skips every row; expected a larger limit", arguments.max_bytes));
   }
   if (json_file && (is_complete || measured_rows > 0)) {
     const std::string json = bench::result_json(run, request.device, arguments.threads, !is_complete);

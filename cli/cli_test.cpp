@@ -254,7 +254,7 @@ TEST_F(Program, BenchPrintsTablesAndASummaryAndWritesTheResultFile) {
   ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
   EXPECT_EQ(outcome.err, "") << "progress is for terminals";
   for (const char* text : {"\nlogsumexp forward, batch 1, dim 256, bfloat16\n", "\nn 1024 ",
-                           "\nn 131072: left out: moves", "\nsummary: eaves / limit\n", "\nlogsumexp, backward "}) {
+                           "\nn 131072: skipped: it moves", "\nsummary: eaves / limit\n", "\nlogsumexp, backward "}) {
     EXPECT_NE(outcome.out.find(text), std::string::npos) << text << " is missing in\n" << outcome.out;
   }
   const auto json = nlohmann::json::parse(read_text(folder_ / "result.json"));
@@ -375,7 +375,8 @@ TEST_F(Program, BenchWithANamedDtypeMeasuresNoOther) {
 TEST_F(Program, BenchThatLeavesOutEveryRowSaysSo) {
   const Outcome outcome = run("eaves bench --device cpu --max-bytes 1 --warm-up-ms 0");
   EXPECT_EQ(outcome.exit_code, 2);
-  EXPECT_NE(outcome.err.find("--max-bytes: 1 leaves out every row, expected more"), std::string::npos) << outcome.err;
+  EXPECT_NE(outcome.err.find("--max-bytes: is 1, which skips every row; expected a larger limit"), std::string::npos)
+      << outcome.err;
 }
 
 TEST_F(Program, WrongArgumentsAreNamed) {
@@ -384,29 +385,30 @@ TEST_F(Program, WrongArgumentsAreNamed) {
   expect_refusal("eaves", 2, "A subcommand is required");
   expect_refusal("eaves paint", 2, "there is no command \"paint\", expected one of: ");
   expect_refusal("eaves run paint", 2, "there is no command \"paint\", expected one of: logsumexp, cross_entropy, ");
-  expect_refusal("eaves info --loud", 2, "unknown option --loud (eaves info --help");
+  expect_refusal("eaves info --loud", 2, "unknown option --loud (see eaves info --help");
   expect_refusal("eaves info loud", 2, "loud");
   expect_refusal("eaves info --json --self-test", 2, "--self-test");
   expect_refusal("eaves paint --loud", 2, "there is no command \"paint\", expected one of: ");
-  expect_refusal("eaves bench --treads 2", 2, "unknown option --treads; did you mean --threads? (eaves bench --help");
+  expect_refusal("eaves bench --treads 2", 2,
+                 "unknown option --treads; did you mean --threads? (see eaves bench --help");
   expect_refusal("eaves bench --threds=2", 2, "unknown option --threds; did you mean --threads?");
   expect_refusal("eaves bench -threads 2", 2, "unknown option -threads; did you mean --threads?");
   expect_refusal("eaves run logsumexp --inptu in.safetensors", 2,
-                 "unknown option --inptu; did you mean --input? (eaves run logsumexp --help");
+                 "unknown option --inptu; did you mean --input? (see eaves run logsumexp --help");
   expect_refusal("eaves run linear_cross_entropy --work 2", 2,
                  "unknown option --work; did you mean --workspace-limit?");
   expect_refusal("eaves bench logsumexq", 2, "bench: there is no operator \"logsumexq\", expected one of: logsumexp");
   expect_refusal("eaves bench --device tpu", 2, "--device: is \"tpu\", expected cpu, cuda");
   expect_refusal("eaves bench --sweep slow", 2, "--sweep: slow not in {quick,published}");
-  expect_refusal("eaves bench --dtype fp31", 2, "--dtype: is \"fp31\", expected the name of a dtype");
+  expect_refusal("eaves bench --dtype fp31", 2, "--dtype: is \"fp31\", expected bfloat16 (bf16)");
   expect_refusal("eaves bench --dtype int32", 2, "--dtype: is int32, expected a floating-point type");
   expect_refusal("eaves bench --max-bytes 3X", 2, "--max-bytes: is \"3X\", expected a number of bytes");
-  expect_refusal("eaves bench --shape rows=3,n=4", 2, "--shape: expected one operator, whose shape it is");
+  expect_refusal("eaves bench --shape rows=3,n=4", 2, "--shape: expected the name of one operator");
   for (const char* shape :
        {"rows=3", "rows=3,n=0", "rows=3,n=4,n=5", "rows=3,n", "rows=3,n=4x5", "rows=3,v=5", "rows=3,n=4,"}) {
     expect_refusal(
         fmt::format("eaves bench logsumexp --shape {}", shape), 2,
-        fmt::format("--shape: is \"{}\", expected a size from 1 for each axis of logsumexp: rows=...,n=...", shape));
+        fmt::format("--shape: is \"{}\", expected a positive size for each axis of logsumexp: rows=...,n=...", shape));
   }
   expect_refusal("eaves bench lrpe_cosine --shape batch=1,length=4,grid=2x2,heads=1,dim=2", 2,
                  "length=...,heads=...,dim=... (or grid=4x8x8 instead of length)");
@@ -421,9 +423,9 @@ TEST_F(Program, WrongArgumentsAreNamed) {
 
 TEST_F(Program, GpuThatIsNotThereIsUnsupported) {
   if (runtime::gpu_count() == 0) {
-    expect_refusal("eaves bench --device cuda", 3, "--device cuda: there is no usable GPU: ");
+    expect_refusal("eaves bench --device cuda", 3, "--device: is cuda, but eaves finds no GPU that it can use: ");
   } else {
-    expect_refusal("eaves bench --device cuda:99", 3, "--device cuda:99: this machine has ");
+    expect_refusal("eaves bench --device cuda:99", 3, "--device: is cuda:99, but eaves can use ");
   }
 }
 
@@ -751,12 +753,12 @@ TEST_F(ProgramWithTensors, WrongArgumentsOfEachOperatorAreNamed) {
   expect_names(lrpe, {"--offsets", "--positions", "--cu-seqlens", "--grad"});
 
   for (const std::string& line : {in_loss, in_head}) {
-    expect_refusal(line + "--grad upstream --backward", 2, "--backward excludes --grad");
+    expect_refusal(line + "--grad upstream --backward", 2, "--backward: is given beside --grad, expected one of them");
     expect_refusal(line + "--reduction max", 2, "--reduction: max not in {none,sum,mean}");
     expect_refusal(line + "--label-smoothing lots", 2, "--label-smoothing");
   }
   expect_refusal(in_head + "--gradients y", 2, "--gradients: y not in {hidden,head,bias}");
-  expect_refusal(in_head + "--gradients hidden,bias", 2, "--gradients: has bias, but --bias is not given");
+  expect_refusal(in_head + "--gradients hidden,bias", 2, "--gradients: has bias, but the head has none; pass --bias");
   expect_refusal(in_head + "--algorithm fast", 2, "--algorithm: fast not in {auto,speed,memory,recompute}");
   expect_refusal(in_head + "--workspace-limit -1", 2,
                  "--workspace-limit: is \"-1\", expected a number of bytes such as 4096, 64M or 2G");
@@ -769,13 +771,14 @@ TEST_F(ProgramWithTensors, WrongArgumentsOfEachOperatorAreNamed) {
   expect_refusal(theta_as_x, 2, "--tensor has shape [2, 2], expected four axes (batch, positions, heads, features)");
   expect_refusal(theta_as_x + "--layout bhnd", 2, "expected four axes (batch, heads, positions, features)");
   expect_refusal(lrpe + "--grad theta", 2, "lrpe_cosine: --grad has shape [2, 2], expected four axes");
-  expect_refusal(lrpe + "--grad q", 2, "--grad has shape [2, 5, 2, 4], expected [2, 5, 2, 8] (that of out)");
+  expect_refusal(lrpe + "--grad q", 2, "--grad has shape [2, 5, 2, 4], expected [2, 5, 2, 8] (as out)");
 
   // The core's refusals, before anything is written: of the forward, and of a backward behind it.
   expect_refusal(loss + "--targets targets", 2,
                  "eaves: cross_entropy: --targets[0, 1] is 7, expected 0 to 3, or --ignore-index -100");
   expect_refusal(in_loss + "--label-smoothing 1.5", 2, ": --label-smoothing is 1.5, expected 0 to 1");
-  expect_refusal(in_loss + "--z-loss -1", 2, ": --z-loss is -1, expected 0 or a positive number that float32 has");
+  expect_refusal(in_loss + "--z-loss -1", 2,
+                 ": --z-loss is -1, expected 0 or a positive number in the range of float32");
   expect_refusal(in_loss + "--class-weight head_weight", 2,
                  "cross_entropy: --class-weight has shape [5], expected [4] (one per class of --logits)");
   expect_refusal("eaves run cross_entropy --logits logits --targets targets --class-axis 3" + files, 2,
@@ -804,12 +807,10 @@ TEST(RunOperators, TheCoresSentencesAreSaidInFlags) {
   };
   const std::vector<Said> all = {
       {"logsumexp", {"logsumexp_forward", "`axes` is [0, 0]"}, "logsumexp: --dims is [0, 0]"},
-      {"logsumexp",
-       {"logsumexp_backward", "`grad_out` is int8 (that of `x`)"},
-       "logsumexp: --grad is int8 (that of --tensor)"},
+      {"logsumexp", {"logsumexp_backward", "`grad_out` is int8 (as `x`)"}, "logsumexp: --grad is int8 (as --tensor)"},
       {"cross_entropy",
-       {"cross_entropy_forward", "`targets`[3] is 7 (soft targets: that of `logits`)"},
-       "cross_entropy: --targets[3] is 7 (soft targets: that of --logits)"},
+       {"cross_entropy_forward", "`targets`[3] is 7 (soft targets: as `logits`)"},
+       "cross_entropy: --targets[3] is 7 (soft targets: as --logits)"},
       {"cross_entropy",
        {"cross_entropy_backward", "`class_weight` and `label_smoothing` are given"},
        "cross_entropy: --class-weight and --label-smoothing are given"},
@@ -911,12 +912,13 @@ TEST_F(Program, InputThatIsNoSafetensorsFileIsRefused) {
   write_file("cut", cut);
   ASSERT_EQ(mkfifo((folder_ / "fifo").c_str(), 0600), 0);
   expect_refusal(with_input("missing"), 2, "--input: missing cannot be read: No such file or directory");
-  expect_refusal(with_input("."), 2, "--input: . is a folder, expected a file");
+  expect_refusal(with_input("."), 2, "--input: . is a folder, expected a safetensors file");
   expect_refusal(with_input("fifo"), 2, "--input: fifo is not a regular file");
   expect_refusal(with_input("empty"), 2, "empty: has 0 bytes, too few for a safetensors file");
   expect_refusal(with_input("text"), 2, "text: the header length is");
-  expect_refusal(with_input("cut"), 2,
-                 "cut: \"small\" has data_offsets [257, 259], but there are 258 bytes (is it cut short?)");
+  expect_refusal(
+      with_input("cut"), 2,
+      "cut: \"small\" has data_offsets [257, 259], but the file has 258 bytes of data (is the file cut short?)");
 }
 
 // 128 MiB of zeros that take no room on the disk: long enough to be caught in the middle of a run.
@@ -997,7 +999,7 @@ TEST_F(Program, BenchThatIsStoppedWritesWhatItHasMeasured) {
       return row["provider"] == "eaves" && !row["ms"].is_null();
     });
     EXPECT_GE(rows, 1);
-    const std::string place = fmt::format("what was measured, {} row{}, is in all.json", rows, rows == 1 ? "" : "s");
+    const std::string place = fmt::format("{} measured row{} in all.json", rows, rows == 1 ? " is" : "s are");
     EXPECT_EQ(outcome.err, fmt::format("eaves: stopped; {}\n", place));
     fs::remove(folder_ / "all.json");
   }
@@ -1010,7 +1012,7 @@ TEST_F(Program, BenchThatIsStoppedBeforeTheFirstRowLeavesTheOldFile) {
   std::this_thread::sleep_for(std::chrono::milliseconds(200));  // into the warm-up, or just before it
   const Outcome outcome = stop(child, SIGTERM);
   EXPECT_EQ(outcome.exit_code, 130);
-  EXPECT_EQ(outcome.err, "eaves: stopped before a row was measured; nothing is written\n");
+  EXPECT_EQ(outcome.err, "eaves: stopped before the first row was measured; no file is written\n");
   EXPECT_EQ(read_text(folder_ / "old.json"), "old");
   EXPECT_EQ(temporary_files(), 0);
 }
@@ -1035,7 +1037,7 @@ TEST(SystemReport, SaysThatCutlassIsMissingOnTheGpuThatWouldUseIt) {
   system.has_cuda_backend = true;
   system.gpus.push_back({.compute_capability_major = 9, .memory_bandwidth = 1e12});
   ASSERT_EQ(missing_parts(system).size(), 1u);
-  EXPECT_EQ(missing_parts(system)[0].rfind("CUTLASS was not built in", 0), 0u) << missing_parts(system)[0];
+  EXPECT_EQ(missing_parts(system)[0].rfind("This build has no CUTLASS", 0), 0u) << missing_parts(system)[0];
   system.has_cutlass = true;
   EXPECT_TRUE(missing_parts(system).empty());
   system.has_cutlass = false;

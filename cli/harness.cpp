@@ -132,8 +132,8 @@ Measurement Harness::measure(const Row& row) {
   Measurement result;
   const std::int64_t row_bytes = row.read_bytes + row.write_bytes;
   if (options_.max_bytes > 0 && row_bytes > options_.max_bytes) {
-    result.skipped =
-        fmt::format("left out: moves {} bytes, more than the {} of --max-bytes", row_bytes, options_.max_bytes);
+    result.skipped = fmt::format("skipped: it moves {}, more than --max-bytes {}", cli::format_bytes(row_bytes),
+                                 cli::format_bytes(options_.max_bytes));
     return result;
   }
   const std::int64_t limit_bytes = row.make_limit ? row.limit_bytes : row_bytes;
@@ -148,7 +148,7 @@ Measurement Harness::measure(const Row& row) {
   try {
     buffers = make_buffers(row);
   } catch (const DeviceError& error) {
-    result.skipped = fmt::format("could not be set up: {}", error.what());
+    result.skipped = fmt::format("its setup failed: {}", error.what());
     return result;
   } catch (const Unsupported& error) {
     result.skipped = fmt::format("not supported: {}", error.what());

@@ -41,7 +41,7 @@ struct Measurement {
   std::optional<Timing> limit = {};
   std::int64_t peak_bytes = 0;  ///< inputs, outputs and workspace of one call
   std::int64_t workspace_bytes = 0;
-  std::string mark = {};  ///< "unsteady" or "slow": see mark_busy_rows() in report.h
+  bool is_busy = false;  ///< other programs slowed the row down: see mark_busy_rows() in report.h
 };
 
 class Harness {

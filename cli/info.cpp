@@ -19,7 +19,7 @@ namespace {
 
 std::string gpu_line(const GpuInfo& gpu) {
   const std::string bandwidth = gpu.memory_bandwidth > 0.0 ? fmt::format("{:.2f} TB/s", gpu.memory_bandwidth * 1e-12)
-                                                           : std::string("bandwidth not stated");
+                                                           : std::string("unknown bandwidth");
   return fmt::format("{}, compute capability {}.{}, {} multiprocessors, {} memory, {}, {} L2", gpu.name,
                      gpu.compute_capability_major, gpu.compute_capability_minor, gpu.multiprocessors,
                      format_bytes(gpu.memory_bytes), bandwidth, format_bytes(gpu.l2_bytes));
@@ -28,8 +28,11 @@ std::string gpu_line(const GpuInfo& gpu) {
 void print_text(const SystemInfo& system) {
   fmt::print("eaves     {} (commit {}, {})\n", system.version, system.commit, system.compiler);
   fmt::print("backends  cpu{}\n", system.has_cuda_backend ? ", cuda" : "");
-  fmt::print("CPU       {}, vectors {}\n", runtime::device_name(kCpu), system.cpu_level);
-  fmt::print("products  of matrices on the CPU: {}\n", system.cpu_gemm);
+  // AVX3 is Highway's name.
+  const std::string vectors =
+      system.cpu_level.starts_with("AVX3") ? "AVX-512 (" + system.cpu_level + ")" : system.cpu_level;
+  fmt::print("CPU       {}, vectors {}\n", runtime::device_name(kCpu), vectors);
+  fmt::print("matmul    on the CPU: {}\n", system.cpu_gemm);
   if (system.has_cuda_backend) {
     fmt::print("CUDA      {} for {}, driver {}\n", system.cuda_build_version, system.cuda_architectures,
                system.cuda_driver_version.empty() ? "none" : "up to " + system.cuda_driver_version);

@@ -29,11 +29,14 @@ const CLI::Validator kIsNotEmpty(
     [](std::string& text) { return text.empty() ? std::string("is empty, expected a value") : std::string(); }, "");
 
 void add_threads(CLI::App& command, int& threads) {
-  command.add_option("--threads", threads, "CPU threads; 0: all")->check(CLI::Range(0, 4096))->capture_default_str();
+  command.add_option("--threads", threads, "Number of CPU threads; 0 takes all")
+      ->check(CLI::Range(0, 4096))
+      ->capture_default_str();
 }
 
 void add_info(CLI::App& program) {
-  CLI::App* command = program.add_subcommand("info", "What this build and this machine can do, and what is missing.");
+  CLI::App* command =
+      program.add_subcommand("info", "Describe this build and this machine, and name the missing parts.");
   command->footer("Example:\n  eaves info --json");
   const auto is_json = std::make_shared<bool>(false), is_self_test = std::make_shared<bool>(false);
   CLI::Option* json = command->add_flag("--json", *is_json, "Print JSON instead of text");
@@ -47,38 +50,48 @@ void add_info(CLI::App& program) {
 }
 
 void add_bench(CLI::App& program) {
-  CLI::App* command = program.add_subcommand("bench", "Measure operators against the limit of the device.");
+  CLI::App* command =
+      program.add_subcommand("bench", "Measure operators, and compare each time with the limit of the device.");
   command->footer(
       "Example:\n"
       "  eaves bench logsumexp --device cpu --dtype bf16 --max-bytes 8M --json result.json\n"
       "  eaves bench linear_cross_entropy --shape rows=2048,dim=768,v=50257\n\n"
-      "A run that is stopped (Ctrl-C, SIGTERM, SIGHUP) writes what it has measured and ends with exit code 130.\n"
+      "A run that is stopped (Ctrl-C, SIGTERM, SIGHUP) writes the finished rows and ends with exit code 130.\n"
       "A second signal ends it at once.");
   const auto arguments = std::make_shared<BenchArguments>();
-  command->add_option("operator", arguments->operators, "Operators to measure; without any: all of them");
-  command->add_option("--device", arguments->device, "cpu, cuda or cuda:N; without: cuda where a GPU is usable")
+  command->add_option("operator", arguments->operators, "Operators to measure; default: all");
+  command
+      ->add_option("--device", arguments->device,
+                   "Device: cpu, cuda or cuda:N; default: cuda if eaves can use a GPU, else cpu")
       ->check(kIsNotEmpty);
   command
-      ->add_option("--sweep", arguments->sweep,
-                   "quick: lengths that suit the device; published: the rows of the published tables, no others")
+      ->add_option(
+          "--sweep", arguments->sweep,
+          "Rows to measure. quick: sizes that suit the device; published: the rows of the tables that xopes published")
       ->check(CLI::IsMember({"quick", "published"}))
       ->capture_default_str();
   command
-      ->add_option("--shape", arguments->shape,
-                   "A shape of your own, for one operator, in one table within 30 seconds: "
-                   "rows=2048,dim=768,v=50257 of linear_cross_entropy; rows and v of cross_entropy; rows and n of "
-                   "logsumexp; batch, length (or grid=4x8x8), heads and dim of lrpe_cosine")
+      ->add_option(
+          "--shape", arguments->shape,
+          "Measure one operator on this shape, within 30 seconds. The keys are rows,dim,v for linear_cross_entropy "
+          "(rows=2048,dim=768,v=50257), rows,v for cross_entropy, rows,n for logsumexp, and "
+          "batch,length,heads,dim for lrpe_cosine (grid=4x8x8 may replace length)")
       ->check(kIsNotEmpty);
   command->add_option("--dtype", arguments->dtype,
-                      "bf16, fp16, fp32 or fp64; without: bf16, and fp32 where it differs");
-  command->add_option("--json", arguments->json_path, "Also write the results to this file")->check(kIsNotEmpty);
+                      "Type of the inputs: bf16, fp16, fp32 or fp64; default: bf16, and for some rows also fp32");
+  command->add_option("--json", arguments->json_path, "Also write the results to this file, as JSON")
+      ->check(kIsNotEmpty);
   add_threads(*command, arguments->threads);
   command->add_option("--max-bytes", arguments->max_bytes,
-                      "Leave out rows that read and write more, such as 64M or 2G");
-  command->add_option("--repetitions", arguments->repetitions, "Of each row; slow rows get fewer, at least 5")
+                      "Skip rows that read and write more bytes than this, for example 64M or 2G");
+  command
+      ->add_option("--repetitions", arguments->repetitions,
+                   "Number of repetitions of each row; slow rows get fewer, at least 5")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
-  command->add_option("--warm-up-ms", arguments->warm_up_ms, "Before each table, until the clocks have settled")
+  command
+      ->add_option("--warm-up-ms", arguments->warm_up_ms,
+                   "Milliseconds of warm-up before each table, in which the clocks settle")
       ->check(CLI::Range(0.0, 60000.0))
       ->capture_default_str();
   command->callback([arguments] { run_bench(*arguments); });
@@ -115,10 +128,12 @@ void add_run(CLI::App& program) {
     command->footer("Example:\n  eaves run " + item.name + " --input in.safetensors " + item.example +
                     " --output out.safetensors");
     const auto arguments = std::make_shared<RunArguments>();
-    command->add_option("--input", arguments->input_path, "A safetensors file")->required();
-    command->add_option("--output", arguments->output_path, "The safetensors file to write; replaced if it exists")
+    command->add_option("--input", arguments->input_path, "The safetensors file that holds the input tensors")
         ->required();
-    command->add_option("--device", arguments->device, "cpu, cuda or cuda:N")->capture_default_str();
+    command
+        ->add_option("--output", arguments->output_path, "The safetensors file to write; an existing file is replaced")
+        ->required();
+    command->add_option("--device", arguments->device, "Device: cpu, cuda or cuda:N")->capture_default_str();
     add_threads(*command, arguments->threads);
     for (const Argument& argument : item.arguments) {
       add_argument(*command, argument, arguments->values[argument.flag]);
@@ -178,7 +193,7 @@ std::string describe(const CLI::App& program, const CLI::ParseError& error) {
   const auto unexpected = program.remaining(true);
   const bool is_required = dynamic_cast<const CLI::RequiredError*>(&error) != nullptr;
   if (unexpected.empty() || !(is_required || dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr)) {
-    return fmt::format("{} ({} --help shows what is expected)", message, command);
+    return fmt::format("{} (see {} --help)", message, command);
   }
   const auto is_option = [](const std::string& word) {
     return word.size() > 1 && word[0] == '-' && std::isdigit(static_cast<unsigned char>(word[1])) == 0;
@@ -196,18 +211,20 @@ std::string describe(const CLI::App& program, const CLI::ParseError& error) {
   } else if (is_required) {
     message = fmt::format("\"{}\" was not expected: {}", unexpected.front(), message);
   }
-  return fmt::format("{} ({} --help shows what is expected)", message, command);
+  return fmt::format("{} (see {} --help)", message, command);
 }
 
 int run_program(int argc, char** argv) {
-  CLI::App program{"Fused operators at the limit of the hardware: measure them, apply them to files, see what is here.",
+  CLI::App program{"Fused operators at the limit of the hardware. The program measures them and applies them to files.",
                    "eaves"};
   program.footer(
       "Example:\n  eaves info\n\n"
-      "Exit codes: 0 done, or the reader of a pipe has left (| head);\n"
-      "1 the device or the system failed (out of memory, disk full), or a self-test found a wrong result;\n"
-      "2 an argument or an input file is wrong; 3 this build or this machine cannot do it;\n"
-      "130 it was stopped (Ctrl-C, SIGTERM, SIGHUP), and left no temporary file.");
+      "Exit codes:\n"
+      "    0  success; also if the reader of a pipe stops early (| head)\n"
+      "    1  the device or the system failed (out of memory, disk full), or a self-test found a wrong result\n"
+      "    2  an argument or an input file is wrong\n"
+      "    3  this build or this machine does not support the request\n"
+      "  130  a signal stopped the program (Ctrl-C, SIGTERM, SIGHUP); no temporary file is left");
   program.set_version_flag("--version", EAVES_VERSION);
   program.require_subcommand(1);
   handle_stop_signals();

@@ -29,9 +29,9 @@ MappedFile::MappedFile(const std::string& argument, const std::string& path)
     data_ = mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, descriptor_, 0);
   }
   const int error = errno;
-  if (is_known && S_ISDIR(status_.st_mode)) refuse("is a folder, expected a file");
-  if (is_known && !S_ISREG(status_.st_mode)) refuse("is not a regular file");
-  if (!is_known || data_ == MAP_FAILED) refuse(fmt::format("cannot be mapped: {}", std::strerror(error)));
+  if (is_known && S_ISDIR(status_.st_mode)) refuse("is a folder, expected a safetensors file");
+  if (is_known && !S_ISREG(status_.st_mode)) refuse("is not a regular file, expected a safetensors file");
+  if (!is_known || data_ == MAP_FAILED) refuse(fmt::format("cannot be mapped into memory: {}", std::strerror(error)));
   expect_input_at(data_, size_);
 }
 

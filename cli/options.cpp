@@ -35,11 +35,12 @@ Device parse_device(const std::string& text) {
   }
   const int gpus = runtime::gpu_count();
   if (gpus == 0) {
-    throw Unsupported(fmt::format("--device {}: there is no usable GPU: {}", text, system_info().cuda_missing));
+    throw Unsupported(
+        fmt::format("--device: is {}, but eaves finds no GPU that it can use: {}", text, system_info().cuda_missing));
   }
   if (*index >= gpus) {
-    throw Unsupported(fmt::format("--device {}: this machine has {} usable GPU{}, numbered from 0", text, gpus,
-                                  gpus == 1 ? "" : "s"));
+    throw Unsupported(
+        fmt::format("--device: is {}, but eaves can use {} GPU{}, counted from 0", text, gpus, gpus == 1 ? "" : "s"));
   }
   return {DeviceType::cuda, static_cast<int>(*index)};
 }
@@ -48,10 +49,8 @@ Device default_device() { return runtime::gpu_count() > 0 ? kCuda : kCpu; }
 
 DType parse_dtype(const std::string& argument, const std::string& text) {
   if (const auto dtype = bench::dtype_from_name(text)) return *dtype;
-  throw InvalidArgument(
-      fmt::format("{}: is \"{}\", expected the name of a dtype: bfloat16 (bf16), float16 (fp16), "
-                  "float32 (fp32) or float64 (fp64)",
-                  argument, text));
+  throw InvalidArgument(fmt::format(
+      "{}: is \"{}\", expected bfloat16 (bf16), float16 (fp16), float32 (fp32) or float64 (fp64)", argument, text));
 }
 
 std::int64_t parse_bytes(const std::string& argument, const std::string& text) {

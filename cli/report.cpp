@@ -30,7 +30,8 @@ std::string three_digits(double number) {
 struct TextRow {
   std::string name;
   std::vector<std::string> cells;
-  std::string note = {};  // on lines of its own
+  std::string note = {};   // on lines of its own
+  bool is_marked = false;  // with * behind the cells
 };
 
 // Names at the left, numbers in columns at the right under the heads of the first row. A name too long for a place
@@ -40,7 +41,7 @@ std::string layout(const std::string& title, std::vector<TextRow> rows) {
   for (const TextRow& row : rows) {
     for (std::size_t i = 0; i < row.cells.size(); ++i) widths[i] = std::max(widths[i], row.cells[i].size());
   }
-  std::size_t room = kWidth, longest = 0;
+  std::size_t room = kWidth - 2, longest = 0;  // two characters for a mark
   for (const std::size_t width : widths) room -= 2 + width;
   for (const TextRow& row : rows) {
     if (!row.cells.empty() && row.name.size() <= room) longest = std::max(longest, row.name.size());
@@ -54,7 +55,7 @@ std::string layout(const std::string& title, std::vector<TextRow> rows) {
     if (row.name.size() > room) text += wrap(std::exchange(row.name, ""));
     text += fmt::format("{:<{}}", row.name, longest);
     for (std::size_t i = 0; i < row.cells.size(); ++i) text += fmt::format("  {:>{}}", row.cells[i], widths[i]);
-    text += '\n' + (row.note.empty() ? "" : wrap(row.note, "  "));
+    text += (row.is_marked ? " *\n" : "\n") + (row.note.empty() ? "" : wrap(row.note, "  "));
   }
   return text;
 }
@@ -100,15 +101,13 @@ void for_each_row(Run&& run, const Body& body) {
   }
 }
 
-// The times themselves show a busy machine. A row is unsteady if its median is more than twice the fastest repetition.
-// It is slow if even the fastest repetition found no quiet moment: its limit was less than half as fast as elsewhere in
-// the run so far. Only limits of a millisecond and more are compared, because shorter ones fit between two slices of
-// the scheduler and depend on their size. Products of `spread` data are not compared either: their gradients have
-// subnormal numbers, which cost a CPU more. benchmarks/bench/tables.py applies the first rule to the times of any
-// provider.
+// The times themselves show a busy machine. A row gets a mark if its median is more than twice the fastest repetition,
+// or if even the fastest repetition found no quiet moment: its limit was less than half as fast as elsewhere in the run
+// so far. Only limits of a millisecond and more are compared, because shorter ones fit between two slices of the
+// scheduler and depend on their size. Products of `spread` data are not compared either: their gradients have subnormal
+// numbers, which cost a CPU more. benchmarks/bench/tables.py applies the first rule to the times of any provider.
 constexpr double kUsualFactor = 2.0;
 constexpr double kComparedMs = 1.0;
-constexpr const char* kMostAreBusy = "most rows are left out: these numbers are not usable, measure on a quiet machine";
 
 // Bytes or operations per millisecond of the fastest repetition; 0 if the row is not compared.
 double limit_rate(const Row& row, const Measurement& measurement) {
@@ -178,28 +177,25 @@ void mark_busy_rows(std::vector<MeasuredTable>& run) {
       const bool is_like = (other.operations > 0) == (row.operations > 0);
       if (is_like && (row.operations == 0 || of.dtype == table.dtype)) best = std::max(best, limit_rate(other, by));
     });
-    if (rate > 0.0 && kUsualFactor * rate < best) {
-      measurement.mark = "slow";
-    } else if (is_unsteady(*measurement.eaves) || is_unsteady(*measurement.limit)) {
-      measurement.mark = "unsteady";
-    }
+    const bool is_slow = rate > 0.0 && kUsualFactor * rate < best;
+    measurement.is_busy = is_slow || is_unsteady(*measurement.eaves) || is_unsteady(*measurement.limit);
   });
 }
 
 std::string text_table(const MeasuredTable& measured) {
   std::vector<TextRow> rows = {{"", {"eaves", "limit", "ratio", "memory", "workspace"}}};
   for_each_row(std::span(&measured, 1), [&](const Table& table, const Row& row, const Measurement& measurement) {
-    rows.push_back({.name = join(row, table, false), .note = measurement.skipped});
+    rows.push_back({.name = join(row, table, false), .note = measurement.skipped, .is_marked = measurement.is_busy});
     if (!measurement.skipped.empty()) return;
     const double eaves = measurement.eaves->median_ms, limit = measurement.limit->median_ms;
     for (const double number : {eaves, limit, eaves / limit, static_cast<double>(measurement.peak_bytes) / kMiB,
                                 static_cast<double>(measurement.workspace_bytes) / kMiB}) {
       rows.back().cells.push_back(three_digits(number));
     }
-    if (measurement.mark.empty()) return;
-    rows.back().note = fmt::format("{}: the fastest repetitions took {} and {}", measurement.mark,
-                                   three_digits(measurement.eaves->min_ms), three_digits(measurement.limit->min_ms));
   });
+  const bool has_numbers =
+      std::any_of(rows.begin() + 1, rows.end(), [](const TextRow& row) { return !row.cells.empty(); });
+  if (!has_numbers) rows.erase(rows.begin());  // the heads of the columns
   const Table& table = measured.table;
   return layout(fmt::format("{} {}, {}", table.op, join(table.rows.front(), table, true), name_of(table.dtype)), rows);
 }
@@ -211,16 +207,15 @@ std::string summary(const std::vector<MeasuredTable>& run) {
     std::string worst;
   };
   std::vector<Group> groups;
-  int unsteady = 0, slow = 0, all = 0;
+  int busy = 0, all = 0;
   for_each_row(run, [&](const Table& table, const Row& row, const Measurement& measurement) {
     if (!measurement.eaves || !measurement.limit) return;
     ++all;
-    unsteady += measurement.mark == "unsteady";
-    slow += measurement.mark == "slow";
+    busy += measurement.is_busy;
     const std::string name = table.op + ", " + words_of_mode(row.mode);
     auto group = std::find_if(groups.begin(), groups.end(), [&](const Group& any) { return any.name == name; });
     if (group == groups.end()) group = groups.insert(group, {name, {}, ""});
-    if (!measurement.mark.empty()) return;
+    if (measurement.is_busy) return;
     const double ratio = measurement.eaves->median_ms / measurement.limit->median_ms;
     if (group->ratios.empty() || ratio > group->ratios.back()) {
       const Words words = words_of(row);  // words[0] is the mode
@@ -229,24 +224,19 @@ std::string summary(const std::vector<MeasuredTable>& run) {
     }
     group->ratios.insert(std::upper_bound(group->ratios.begin(), group->ratios.end(), ratio), ratio);
   });
-  std::string text;
-  if (const int busy = unsteady + slow; busy > 0) {
-    text =
-        wrap(fmt::format("busy: {} of {} rows left out: {} unsteady (the median is more than twice the fastest "
-                         "repetition), {} slow (even in the fastest the limit was less than half as fast as "
-                         "elsewhere in the run until then)",
-                         busy, all, unsteady, slow));
-    if (2 * busy > all) text += wrap(kMostAreBusy);
-    text += '\n';
-  }
-  if (groups.empty()) return text;
+  if (groups.empty()) return "";
   std::vector<TextRow> rows = {{"", {"rows", "median", "worst"}}};
   for (const auto& [name, ratios, worst] : groups) {
     const std::size_t count = ratios.size();
     const auto number = [&](std::size_t i) { return count == 0 ? "-" : three_digits(ratios[i]); };
     rows.push_back({name, {std::to_string(count), number(count / 2), number(count - 1)}, worst});
   }
-  return text + layout("summary: eaves / limit", rows);
+  std::string text = layout("summary: eaves / limit", rows);
+  if (busy > 0) {
+    text += '\n' + wrap(fmt::format("Other programs slowed down {} of {} rows (*), which the summary leaves out.{}",
+                                    busy, all, 2 * busy > all ? " Measure again on a quiet machine." : ""));
+  }
+  return text;
 }
 
 std::string result_json(const std::vector<MeasuredTable>& tables, Device device, int threads, bool is_stopped) {

@@ -22,11 +22,11 @@ std::string wrap(const std::string& text, const std::string& first_indent = "");
 void mark_busy_rows(std::vector<MeasuredTable>& run);
 
 /// Milliseconds of eaves and of the limit, their ratio, MiB of inputs, outputs and workspace, MiB of the workspace
-/// alone. The title names the words that all rows share.
+/// alone; * behind a row that a busy machine slowed down. The title names the words that all rows share.
 std::string text_table(const MeasuredTable& measured);
 
-/// First the number of rows left out because of a mark, and whether they are most. Then for each operator and mode the
-/// number of rows without a mark, the median and the largest eaves / limit, and the row with the largest.
+/// For each operator and mode the number of rows without a mark, the median and the largest eaves / limit, and the row
+/// with the largest. Then one sentence that counts the rows with a mark, if there are any.
 std::string summary(const std::vector<MeasuredTable>& run);
 
 /// The result file, schema 1. The file of a stopped run lacks rows and says so.

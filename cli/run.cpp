@@ -37,7 +37,8 @@ Run::Run(const RunArguments& arguments)
       arena_(device_) {
   context_.threads = arguments.threads;
   if (file_.is_same_file(arguments.output_path)) {
-    throw InvalidArgument(fmt::format("--output: {} is the input file, expected another one", arguments.output_path));
+    throw InvalidArgument(
+        fmt::format("--output: {} is the input file, expected a different file", arguments.output_path));
   }
   output_file_.emplace("--output", arguments.output_path);
 }

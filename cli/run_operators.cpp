@@ -70,25 +70,29 @@ std::vector<Argument> with_loss_arguments(std::vector<Argument> arguments, const
   const CrossEntropyOptions defaults;
   const auto add = [&](const Argument& argument) { arguments.push_back(argument); };
   add({"--targets", "",
-       "Name of the targets: int32 or int64 classes, one per row; or a distribution for each row, in the shape of the "
-       "logits",
+       "Name of the targets: one int32 or int64 class for each row, or the probabilities of all classes for each row, "
+       "in "
+       "the shape of the logits",
        kRequired});
-  add({"--class-weight", "", "Name of the weights of the classes"});
-  add({"--row-weight", "", "Name of the weights of the rows, in the dtype of the loss"});
-  add({"--normalizer", "", "Name of one number that the mean divides by, instead of the rows that count"});
-  add({"--ignore-index", defaults.ignore_index, "Rows with this target do not count"});
-  add(choice("--reduction", kReductions, "none: a loss for each row; sum: of them; mean: over the rows that count",
-             "mean"));
+  add({"--class-weight", "", "Name of the class weights, one for each class"});
+  add({"--row-weight", "", "Name of the row weights, one for each row, in the dtype of the loss"});
+  add({"--normalizer", "",
+       "Name of a tensor of one number; the mean divides by it, not by the number of rows that count"});
+  add({"--ignore-index", defaults.ignore_index, "Rows with this target have loss 0 and do not count"});
+  add(choice(
+      "--reduction", kReductions,
+      "Result. none: a loss for each row; sum: the sum of these losses; mean: their mean over the rows that count",
+      "mean"));
   for (const LossOption& option : kLossOptions) {
     add({option.flag, defaults.*option.value, option.help, false, {}, option.name});
   }
-  add({"--argmax", false, "Also write argmax, the class with the largest logit"});
-  add({"--entropy", false, "Also write entropy, in nats"});
-  add({"--sum-sq", false, "Also write sum_sq, the sum of the squares of the probabilities"});
-  add({"--mean-logit", false, "Also write mean_logit, the mean of the logits behind scale and softcap"});
+  add({"--argmax", false, "Also write argmax, the class of the largest logit of each row"});
+  add({"--entropy", false, "Also write entropy, the entropy of each row in nats"});
+  add({"--sum-sq", false, "Also write sum_sq, the sum of the squared probabilities of each row"});
+  add({"--mean-logit", false, "Also write mean_logit, the mean of each row's logits after scale and softcap"});
   add({"--backward", false, "Also write " + gradients});
   add(tensor("--grad", "grad_loss",
-             "Instead of --backward, for an upstream gradient that is not 1: its name, in the shape of the loss"));
+             "Name of the upstream gradient, in the shape of the loss; replaces --backward, which takes ones"));
   arguments.insert(arguments.end(), last.begin(), last.end());
   return arguments;
 }
@@ -102,7 +106,8 @@ CrossEntropyOptions loss_options(const Run& run) {
 }
 
 bool wants_gradients(const Run& run) {
-  if (run.is_set("--backward") && !run.text("--grad").empty()) throw InvalidArgument("--backward excludes --grad");
+  if (run.is_set("--backward") && !run.text("--grad").empty())
+    throw InvalidArgument("--backward: is given beside --grad, expected one of them");
   return run.is_set("--backward") || !run.text("--grad").empty();
 }
 
@@ -208,7 +213,7 @@ void run_linear_cross_entropy(Run& run) {
   inputs.workspace_limit = static_cast<std::size_t>(parse_bytes("--workspace-limit", run.text("--workspace-limit")));
   forward.normalizer = run.input("--normalizer");
   if (!inputs.bias.is_present && std::find(named.begin(), named.end(), "bias") != named.end()) {
-    throw InvalidArgument("--gradients: has bias, but --bias is not given");
+    throw InvalidArgument("--gradients: has bias, but the head has none; pass --bias or leave bias out");
   }
   Dims row_shape;
   for (int axis = 0; axis + 1 < inputs.hidden.shape.size(); ++axis) row_shape.push_back(inputs.hidden.shape[axis]);
@@ -303,7 +308,7 @@ void run_lrpe_cosine(Run& run) {
                                   .activation_dim = forward.activation_dim,
                                   .lse = forward.lse};
   // Checked in the file's axes, which the core does not know.
-  check::has_shape({"lrpe_cosine", "grad_out", grad_out}, out_shape, "that of out");
+  check::has_shape({"lrpe_cosine", "grad_out", grad_out}, out_shape, "as out");
   backward.grad_x = as_heads_first(run.output("grad_x", x.dtype, x.shape), "grad_x", layout);
   backward.grad_theta = run.output("grad_theta", angles.theta.dtype, angles.theta.shape);
   lrpe_cosine_backward(backward, run.context());
@@ -313,65 +318,73 @@ void run_lrpe_cosine(Run& run) {
 
 const RunOperator kOperators[] = {
     {"logsumexp",
-     "log(sum(exp(x))) over axes. Writes out, lse and, with --grad, grad_x.",
+     "Compute log(sum(exp(x))) over axes of x. Writes out and lse; with --grad also grad_x.",
      "--tensor x --dims -1 --grad g",
-     {tensor("--tensor", "x", "Name of the input x: any number of axes, a floating-point type", kRequired),
-      {"--dims", "", "Axes to sum over, such as -1 or 0,2; without: all", false, {}, "axes"},
-      {"--keepdim", false, "Keep the summed axes with size 1"},
-      {"--dtype", "", "Of out: float32, or that of x; without: that of x"},
+     {tensor("--tensor", "x", "Name of the input x, of a floating-point type, with any number of axes", kRequired),
+      {"--dims", "", "Axes to sum over, for example -1 or 0,2; default: all", false, {}, "axes"},
+      {"--keepdim", false, "Keep the summed axes, with size 1"},
+      {"--dtype", "", "Type of out: float32 or the type of x; default: the type of x"},
       tensor("--grad", "grad_out", "Name of the upstream gradient, in the shape of out")},
      run_logsumexp},
     {"cross_entropy",
-     "The loss of classifying each row. Writes loss, lse and, with --backward, --grad or --in-place, "
+     "Compute the cross entropy of logits. Writes loss and lse; with --backward, --grad or --in-place also "
      "grad_logits.",
      "--logits logits --targets targets --backward",
-     with_loss_arguments({{"--logits", "", "Name of the logits: any shape with an axis of classes", kRequired},
-                          {"--class-axis", -1, "The axis of the classes"}},
+     with_loss_arguments({{"--logits", "", "Name of the logits, of any shape with an axis of classes", kRequired},
+                          {"--class-axis", -1, "Axis of the classes"}},
                          "grad_logits, the gradient of the loss",
                          {{"--in-place", false,
-                           "Loss and gradient at once, over the logits in memory: one tensor less. lse and entropy of "
-                           "rows that are ignored are 0"}}),
+                           "Compute loss and gradient in one pass, and write the gradient over the logits in memory. "
+                           "Ignored rows get lse and entropy 0"}}),
      run_cross_entropy},
     {"linear_cross_entropy",
-     "The loss of classifying each row by a linear head, without all of its logits. Writes loss, lse and, "
-     "with --backward or --grad, the gradients.",
+     "Compute the cross entropy of a linear head, without storing all of its logits. Writes loss and lse; with "
+     "--backward or --grad also the gradients.",
      "--hidden x --head head --targets targets --backward",
      with_loss_arguments(
-         {{"--hidden", "", "Name of the hidden states: any shape, features last", kRequired},
-          {"--head", "", "Name of the head, [classes, features]: the logits are hidden head^T + bias", kRequired},
-          {"--bias", "", "Name of the head's bias, one number per class"}},
+         {{"--hidden", "", "Name of the hidden states, of any shape whose last axis is the features", kRequired},
+          {"--head", "", "Name of the head, [classes, features]; the logits are hidden head^T + bias", kRequired},
+          {"--bias", "", "Name of the head's bias, one number for each class"}},
          "grad_hidden, grad_head and, with --bias, grad_bias",
-         {{"--gradients", Words{}, "Write only the gradients of these: some of hidden,head,bias", false, kHeadInputs},
-          choice("--algorithm", {"auto", "speed", "memory", "recompute"},
-                 "Of the gradients. speed: with the loss, logits computed once; memory: the same in little memory; "
-                 "recompute: logits computed again; auto: speed where its workspace is allowed",
-                 "auto"),
+         {{"--gradients", Words{}, "Gradients to write with --backward or --grad, from hidden,head,bias; default: all",
+           false, kHeadInputs},
+          choice(
+              "--algorithm", {"auto", "speed", "memory", "recompute"},
+              "How the gradients are computed. speed: together with the loss, from logits computed once; memory: the "
+              "same, with a small workspace; recompute: in a pass of its own that computes the logits again; auto: "
+              "speed if its workspace is allowed, else recompute",
+              "auto"),
           {"--skip-ignored", false,
-           "Leave out rows that are ignored or of weight 0 before anything is multiplied. A CPU always does"},
+           "Skip the matrix products of rows that are ignored or have weight 0. A CPU always skips them"},
           {"--workspace-limit", "0",
-           "The most scratch memory to take, in bytes, such as 64M or 2G; 0: what suits the device"}}),
+           "Largest size of the workspace in bytes, for example 64M or 2G; 0 lets eaves choose"}}),
      run_linear_cross_entropy},
     {"lrpe_cosine",
-     "The relative positional encoding of a sequence or a grid, by cosines and sines. Writes out, with --grad grad_x "
-     "and grad_theta, and of a softmax over the sequence lse, [batch, heads, 2, features]: the logsumexp of each "
-     "column, and what its rounding has lost.",
+     "Encode relative positions of a sequence or a grid by cosines and sines. Writes out; with --grad also grad_x and "
+     "grad_theta; with a softmax over the sequence also lse, [batch, heads, 2, features]: the logsumexp of each "
+     "column and its rounding error.",
      "--tensor q --theta theta --activation silu",
-     {tensor("--tensor", "x", "Name of the input x: four axes, see --layout", kRequired),
+     {tensor("--tensor", "x", "Name of the input x, which has four axes (see --layout)", kRequired),
       {"--theta", "",
-       "Name of the angles per position, [heads or 1, E]: E features for each axis of the grid in turn; the features "
-       "behind them have no position",
+       "Name of the angles per position, [heads or 1, E]. The first E features turn with the first axis of the grid, "
+       "the "
+       "next E with the second, and so on; further features have no position",
        kRequired},
       choice("--layout", {"bnhd", "bhnd"},
-             "bnhd: batch, positions, heads, features; bhnd: batch, heads, positions, features", "bnhd"),
-      {"--grid", "", "Sizes such as 4,8,8, the last axis fastest; without: one axis, a sequence"},
-      {"--extra-tokens", std::int64_t{0}, "How many positions before the grid have angle 0"},
-      {"--offset", std::int64_t{0}, "Added to every coordinate of the grid"},
-      {"--offsets", "", "Name of more offsets: int32 or int64, one per batch entry"},
+             "Order of the axes. bnhd: batch, positions, heads, features; bhnd: batch, heads, positions, features",
+             "bnhd"),
+      {"--grid", "", "Sizes of the grid, for example 4,8,8, the last axis fastest; default: one axis, a sequence"},
+      {"--extra-tokens", std::int64_t{0}, "Number of positions before the grid; their angle is 0"},
+      {"--offset", std::int64_t{0}, "Number that is added to every coordinate of the grid"},
+      {"--offsets", "", "Name of further offsets, int32 or int64, one for each batch entry"},
       {"--positions", "",
-       "Name of the positions, instead of 0, 1, 2: int32 or int64, one per token, of each batch entry too"},
-      {"--cu-seqlens", "", "Name of the starts of packed sequences, and the end: int32 or int64; each counts from 0"},
-      choice("--activation", kActivations, "Of x, first", "none"),
-      {"--activation-dim", -1, "Of a softmax: -1 over the features, -2 over the sequence, in either layout"},
+       "Name of the positions, int32 or int64, one for each token, or for each token of each batch entry; default: 0, "
+       "1, 2"},
+      {"--cu-seqlens", "",
+       "Name of the first positions of packed sequences and the end of the last, int32 or int64; each sequence counts "
+       "from 0"},
+      choice("--activation", kActivations, "Function that is applied to x first", "none"),
+      {"--activation-dim", -1, "Axis of a softmax, in either layout: -1 the features, -2 the sequence"},
       tensor("--grad", "grad_out", "Name of the upstream gradient, in the shape of out")},
      run_lrpe_cosine},
 };

@@ -80,7 +80,7 @@ json parse_header(std::string_view text, const std::string& label) {
     if (closes) open.pop_back();
     if (event == json::parse_event_t::key && !open.back().names.insert(parsed.get<std::string>()).second) {
       throw InvalidArgument(
-          fmt::format("{}: the header has {} twice in one object", label, in_quotes(parsed.get<std::string>())));
+          fmt::format("{}: the header names {} twice in one object", label, in_quotes(parsed.get<std::string>())));
     }
     return true;
   };
@@ -94,26 +94,26 @@ json parse_header(std::string_view text, const std::string& label) {
 Description read_description(const std::string& name, const json& fields, const std::string& label) {
   const auto check = [&](bool is_right, const char* expected) {
     if (!is_right) {
-      throw InvalidArgument(fmt::format("{}: the header's {} is not {}", label, in_quotes(name), expected));
+      throw InvalidArgument(fmt::format("{}: the header's entry {} is not {}", label, in_quotes(name), expected));
     }
   };
   check(fields.is_object() && fields.size() == 3 && fields.contains("dtype") && fields.contains("shape") &&
             fields.contains("data_offsets"),
-        "an object of dtype, shape and data_offsets");
+        "an object with dtype, shape and data_offsets");
   const json& dtype = fields["dtype"];
   const json& shape = fields["shape"];
   const json& offsets = fields["data_offsets"];
   Description tensor{.name = name};
   tensor.type = dtype.is_string() ? find_type(dtype.get<std::string>()) : nullptr;
-  check(tensor.type != nullptr, "of a known dtype");
-  check(shape.is_array(), "of a shape of up to 16 axes");
+  check(tensor.type != nullptr, "a tensor of a known dtype");
+  check(shape.is_array(), "a tensor of at most 16 axes");
   constexpr std::uint64_t kMaxSize = std::numeric_limits<std::int64_t>::max();
   for (const json& size : shape) {
-    check(size.is_number_unsigned() && size.get<std::uint64_t>() <= kMaxSize, "of sizes from 0 to 2^63 - 1");
+    check(size.is_number_unsigned() && size.get<std::uint64_t>() <= kMaxSize, "a tensor with sizes from 0 to 2^63 - 1");
     tensor.shape.push_back(size.get<std::int64_t>());
   }
   check(offsets.is_array() && offsets.size() == 2 && offsets[0].is_number_unsigned() && offsets[1].is_number_unsigned(),
-        "at two data_offsets from 0 to 2^64 - 1");
+        "a tensor with two data_offsets from 0 to 2^64 - 1");
   tensor.begin = offsets[0].get<std::uint64_t>();
   tensor.end = offsets[1].get<std::uint64_t>();
   return tensor;
@@ -138,21 +138,22 @@ void check_layout(std::vector<Description>& tensors, std::uint64_t data_bytes, c
   for (const Description& tensor : tensors) {
     const std::string name = in_quotes(tensor.name);
     if (tensor.begin > tensor.end || tensor.end > data_bytes) {
-      throw InvalidArgument(fmt::format("{}: {} has data_offsets [{}, {}], but there are {} bytes (is it cut short?)",
-                                        label, name, tensor.begin, tensor.end, data_bytes));
+      throw InvalidArgument(
+          fmt::format("{}: {} has data_offsets [{}, {}], but the file has {} bytes of data (is the file cut short?)",
+                      label, name, tensor.begin, tensor.end, data_bytes));
     }
     if (expected_bytes(tensor) != tensor.end - tensor.begin) {
-      throw InvalidArgument(fmt::format("{}: {} has {} bytes, which does not fit its shape and dtype", label, name,
+      throw InvalidArgument(fmt::format("{}: {} has {} bytes, which do not match its shape and dtype", label, name,
                                         tensor.end - tensor.begin));
     }
     if (tensor.begin != next) {
-      throw InvalidArgument(
-          fmt::format("{}: {} begins at byte {}, expected {} (no overlap, no gap)", label, name, tensor.begin, next));
+      throw InvalidArgument(fmt::format("{}: {} begins at byte {}, expected byte {}, right behind the tensor before it",
+                                        label, name, tensor.begin, next));
     }
     next = tensor.end;
   }
   if (next != data_bytes) {
-    throw InvalidArgument(fmt::format("{}: {} bytes at the end belong to no tensor", label, data_bytes - next));
+    throw InvalidArgument(fmt::format("{}: the last {} bytes belong to no tensor", label, data_bytes - next));
   }
 }
 
@@ -160,19 +161,20 @@ void check_layout(std::vector<Description>& tensors, std::uint64_t data_bytes, c
 std::string_view header_text(std::span<const std::byte> file, const std::string& label) {
   if (file.size() < kLengthBytes) {
     throw InvalidArgument(
-        fmt::format("{}: has {} bytes, too few for a safetensors file, which begins with 8 bytes of "
-                    "header length",
+        fmt::format("{}: has {} bytes, too few for a safetensors file, which begins with 8 bytes that "
+                    "hold the header's length",
                     label, file.size()));
   }
   std::uint64_t length = 0;  // little-endian
   for (std::size_t i = 0; i < kLengthBytes; ++i) length |= std::to_integer<std::uint64_t>(file[i]) << (8 * i);
   if (length > kMaxHeaderBytes) {
-    throw InvalidArgument(fmt::format("{}: the header length is {}, expected at most {} (is it a safetensors file?)",
-                                      label, length, kMaxHeaderBytes));
+    throw InvalidArgument(
+        fmt::format("{}: the header length is {}, expected at most {} (is the file a safetensors file?)", label, length,
+                    kMaxHeaderBytes));
   }
   if (length > file.size() - kLengthBytes) {
-    throw InvalidArgument(fmt::format("{}: the header length is {}, but only {} bytes follow (is it cut short?)", label,
-                                      length, file.size() - kLengthBytes));
+    throw InvalidArgument(fmt::format("{}: the header length is {}, but only {} bytes follow (is the file cut short?)",
+                                      label, length, file.size() - kLengthBytes));
   }
   const std::string_view text(reinterpret_cast<const char*>(file.data()) + kLengthBytes, length);
   if (text.empty() || text.front() != '{') {

@@ -96,11 +96,11 @@ TEST(Safetensors, EveryBrokenRuleHasItsSentence) {
     return make_file(one_tensor(f32 + pair + "\"data_offsets\":" + offsets), data_bytes);
   };
   const char* const no_json = "the header is not valid JSON in UTF-8";
-  const char* const fields = "the header's \"x\" is not an object of dtype, shape and data_offsets";
+  const char* const fields = "the header's entry \"x\" is not an object with dtype, shape and data_offsets";
   const char* const long_list = "the header has a list of more than 16 values";
-  const char* const sizes = "the header's \"x\" is not of sizes from 0 to 2^63 - 1";
-  const char* const no_offsets = "the header's \"x\" is not at two data_offsets from 0 to 2^64 - 1";
-  const char* const unfit = "\"x\" has 8 bytes, which does not fit its shape and dtype";
+  const char* const sizes = "the header's entry \"x\" is not a tensor with sizes from 0 to 2^63 - 1";
+  const char* const no_offsets = "the header's entry \"x\" is not a tensor with two data_offsets from 0 to 2^64 - 1";
+  const char* const unfit = "\"x\" has 8 bytes, which do not match its shape and dtype";
   const Case cases[] = {
       {{}, "has 0 bytes, too few"},
       {to_bytes("1234567"), "has 7 bytes, too few"},
@@ -117,8 +117,8 @@ TEST(Safetensors, EveryBrokenRuleHasItsSentence) {
       // Deep enough to overflow the stack of a recursive parser.
       {make_file("{\"x\":" + repeated("[", 1000000), 0), "the header is nested too deeply"},
       {make_file(repeated("{\"x\":", 1000000), 0), "the header is nested too deeply"},
-      {make_file("{\"x\":{},\"x\":{}}", 0), "the header has \"x\" twice in one object"},
-      {make_file(one_tensor(f32 + f32 + pair + eight), 8), "the header has \"dtype\" twice in one object"},
+      {make_file("{\"x\":{},\"x\":{}}", 0), "the header names \"x\" twice in one object"},
+      {make_file(one_tensor(f32 + f32 + pair + eight), 8), "the header names \"dtype\" twice in one object"},
       {make_file("{\"__metadata__\":3}", 0), "\"__metadata__\" is not an object of strings"},
       {make_file("{\"__metadata__\":{\"a\":1}}", 0), "\"__metadata__\" is not an object of strings"},
       {make_file("{\"x\":null}", 0), fields},
@@ -126,9 +126,11 @@ TEST(Safetensors, EveryBrokenRuleHasItsSentence) {
       {make_file(one_tensor(f32 + pair + eight + ",\"more\":1"), 8), fields},
       {make_file(one_tensor(pair + eight), 8), fields},
       {make_file(one_tensor(pair + eight + ",\"more\":1"), 8), fields},
-      {make_file(one_tensor(R"("dtype":"F33",)" + pair + eight), 8), "the header's \"x\" is not of a known dtype"},
-      {make_file(one_tensor(R"("dtype":4,)" + pair + eight), 8), "the header's \"x\" is not of a known dtype"},
-      {with_shape("\"2\""), "the header's \"x\" is not of a shape of up to 16 axes"},
+      {make_file(one_tensor(R"("dtype":"F33",)" + pair + eight), 8),
+       "the header's entry \"x\" is not a tensor of a known dtype"},
+      {make_file(one_tensor(R"("dtype":4,)" + pair + eight), 8),
+       "the header's entry \"x\" is not a tensor of a known dtype"},
+      {with_shape("\"2\""), "the header's entry \"x\" is not a tensor of at most 16 axes"},
       {with_shape("[" + repeated("1,", 16) + "1]"), long_list},
       {with_shape("[" + repeated("1,", 15) + "1]"), unfit},
       // Refused before the end, which is missing.
@@ -148,17 +150,17 @@ TEST(Safetensors, EveryBrokenRuleHasItsSentence) {
       {with_offsets("[0,8,9]", 8), no_offsets},
       {with_offsets("[-8,0]", 8), no_offsets},
       {with_offsets("8", 8), no_offsets},
-      {with_offsets("[8,0]", 8), "\"x\" has data_offsets [8, 0], but there are 8 bytes"},
+      {with_offsets("[8,0]", 8), "\"x\" has data_offsets [8, 0], but the file has 8 bytes of data"},
       {with_offsets("[0,18446744073709551615]", 8),
-       "has data_offsets [0, 18446744073709551615], but there are 8 bytes"},
-      {with_offsets("[0,8]", 7), "has data_offsets [0, 8], but there are 7 bytes (is it cut short?)"},
-      {with_offsets("[0,8]", 9), "1 bytes at the end belong to no tensor"},
-      {with_offsets("[1,9]", 9), "\"x\" begins at byte 1, expected 0 (no overlap, no gap)"},
+       "has data_offsets [0, 18446744073709551615], but the file has 8 bytes of data"},
+      {with_offsets("[0,8]", 7), "has data_offsets [0, 8], but the file has 7 bytes of data (is the file cut short?)"},
+      {with_offsets("[0,8]", 9), "the last 1 bytes belong to no tensor"},
+      {with_offsets("[1,9]", 9), "\"x\" begins at byte 1, expected byte 0, right behind the tensor before it"},
       {make_file("{\"x\":{" + f32 + pair + eight + "},\"y\":{" + f32 + pair + R"("data_offsets":[4,12]}})", 12),
-       "\"y\" begins at byte 4, expected 8 (no overlap, no gap)"},
+       "\"y\" begins at byte 4, expected byte 8, right behind the tensor before it"},
       // Characters that a terminal could act on do not reach it.
-      {make_file("{\"\\u001b[2J\xc2\x9b\x7f\":3}", 0), "the header's \"\\u001b[2J\\u009b\\u007f\" is not"},
-      {make_file("{\"größe\u00a0\":3}", 0), "the header's \"größe\u00a0\" is not"},
+      {make_file("{\"\\u001b[2J\xc2\x9b\x7f\":3}", 0), "the header's entry \"\\u001b[2J\\u009b\\u007f\" is not"},
+      {make_file("{\"größe\u00a0\":3}", 0), "the header's entry \"größe\u00a0\" is not"},
       {make_file("{\"" + std::string(200, 'n') + "\":3}", 0), "nnnn...\" is not"},
       {make_file("{\"n" + repeated("ö", 100) + "\":3}", 0), "öö...\" is not"},  // cut between two characters
       {make_file("{\"nn" + repeated("ö", 100) + "\":3}", 0), "öö...\" is not"},

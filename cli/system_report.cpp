@@ -12,33 +12,33 @@ std::vector<std::string> missing_parts(const SystemInfo& system) {
   std::vector<std::string> missing;
   if (!system.has_cuda_backend) {
     missing.push_back(
-        "CUDA was not built in: tensors on a GPU are refused, everything runs on the CPU; build again where a CUDA "
-        "toolkit is, without CUDA=OFF.");
+        "This build has no CUDA backend, so it accepts only tensors on the CPU. For a GPU install a CUDA toolkit and "
+        "build "
+        "again without CUDA=OFF.");
   } else if (system.gpus.empty()) {
-    missing.push_back(
-        fmt::format("No usable GPU ({}): the CUDA backend is idle, everything runs on the CPU.", system.cuda_missing));
+    missing.push_back(fmt::format("eaves finds no GPU that it can use ({}), so it accepts only tensors on the CPU.",
+                                  system.cuda_missing));
   }
   for (const GpuInfo& gpu : system.gpus) {
     if (gpu.compute_capability_major == 9 && gpu.compute_capability_minor == 0 && !system.has_cutlass) {
-      missing.push_back(
-          fmt::format("CUTLASS was not built in: on GPU {} linear_cross_entropy keeps its logits in memory; run "
-                      "tools/setup and build again.",
-                      gpu.index));
+      missing.push_back(fmt::format(
+          "This build has no CUTLASS, so linear_cross_entropy keeps its logits in memory on GPU {}. Run tools/setup "
+          "and build again.",
+          gpu.index));
     }
     if (gpu.memory_bandwidth <= 0.0) {
-      missing.push_back(
-          fmt::format("The driver does not state the memory bandwidth of GPU {}: compare with the limit "
-                      "column of eaves bench instead.",
-                      gpu.index));
+      missing.push_back(fmt::format(
+          "The driver does not report the memory bandwidth of GPU {}. Compare times with the column limit of eaves "
+          "bench instead.",
+          gpu.index));
     }
   }
   // The levels below AVX2 and NEON, by Highway's names.
   for (const char* narrow : {"SSE2", "SSSE3", "SSE4", "EMU128", "SCALAR"}) {
     if (system.cpu_level == narrow) {
-      missing.push_back(
-          fmt::format("The CPU offers no vectors wider than 16 bytes ({}): CPU operators are bound by "
-                      "instructions, not by memory.",
-                      narrow));
+      missing.push_back(fmt::format(
+          "The CPU has no vectors wider than 16 bytes ({}), so operators on the CPU are slower than its memory allows.",
+          narrow));
     }
   }
   return missing;

@@ -46,10 +46,10 @@ function(eaves_cuda_targets variable)
       # The host launches kernels with clusters on every GPU that has them, and older PTX lacks the body of these
       # kernels.
       if(target MATCHES "^([0-9]+)[a-z]?-virtual$" AND CMAKE_MATCH_1 LESS 90)
-        message(FATAL_ERROR "eaves: EAVES_CUDA_TARGETS has ${target}: PTX has to be of 90 or newer, because GPUs from "
-                            "compute capability 9.0 on run kernels that older PTX lacks.")
+        message(FATAL_ERROR "eaves: EAVES_CUDA_TARGETS has ${target}: expected PTX of 90 or newer, because GPUs of "
+                            "compute capability 9.0 and newer run kernels that older PTX lacks.")
       elseif(NOT target MATCHES "^[0-9]+[a-z]?-(real|virtual)$")
-        message(FATAL_ERROR "eaves: EAVES_CUDA_TARGETS has \"${target}\": expected native, all, or a list such as "
+        message(FATAL_ERROR "eaves: EAVES_CUDA_TARGETS has \"${target}\", expected native, all, or a list such as "
                             "80-real;90-virtual.")
       endif()
     endforeach()

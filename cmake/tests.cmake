@@ -45,5 +45,5 @@ if(python)
            WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   set_tests_properties(check_docs PROPERTIES COST 1000)  # takes long on one core, so it begins first
 else()
-  message(STATUS "eaves: no Python found: leaving out the tests that are written in it")
+  message(STATUS "eaves: found no Python: the tests in Python are left out")
 endif()

@@ -16,7 +16,8 @@ class OnEachDevice : public ::testing::TestWithParam<DeviceType> {
   OnEachDevice() { device_of_test() = device(); }
   ~OnEachDevice() override { device_of_test() = kCpu; }
   void SetUp() override {
-    if (GetParam() == DeviceType::cuda && runtime::gpu_count() == 0) GTEST_SKIP() << system_info().cuda_missing;
+    if (GetParam() == DeviceType::cuda && runtime::gpu_count() == 0)
+      GTEST_SKIP() << "no GPU: " << system_info().cuda_missing;
   }
   Device device() const { return {GetParam(), 0}; }
 };
@@ -25,7 +26,7 @@ class OnEachDevice : public ::testing::TestWithParam<DeviceType> {
 class OnGpu : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (runtime::gpu_count() == 0) GTEST_SKIP() << system_info().cuda_missing;
+    if (runtime::gpu_count() == 0) GTEST_SKIP() << "no GPU: " << system_info().cuda_missing;
   }
 };
 

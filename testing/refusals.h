@@ -119,7 +119,7 @@ struct EntryPoint {
 
 /// The message for an output with elements that share memory.
 inline std::string sharing(const std::string& what) {
-  return what + ", so that elements share memory; expected an address for each, because it is written";
+  return what + ", in which elements share memory; expected an address for each element, because the tensor is written";
 }
 inline std::string overlapping(const std::string& name, const std::string& with) {
   return name + " overlaps " + with + ", expected memory of its own";

@@ -65,7 +65,7 @@ class CheckDocs(unittest.TestCase):
         self.assertIn("eaves info", (self.root / "README.md").read_text())
         self.assert_defect("\n```sh\necho before; false; echo after\n```", 2, "the example fails with 1")
         self.assert_defect("```sh\nfalse | cat\n```", 1, "the example fails with 1")
-        self.assert_defect("```sh no-run\nfalse\n```", 1, "and the reason")
+        self.assert_defect("```sh no-run\nfalse\n```", 1, "needs its reason")
 
     def test_a_missing_program_is_said(self):
         (self.root / "build/release/eaves").unlink()
@@ -116,6 +116,10 @@ class CheckDocs(unittest.TestCase):
             ("src/b.cpp", "// where, where\n/// where, where\n", r'comments of C\+\+: 4.0 of 1,000 are "where".* src/b.cpp'),
             ("a/b.py", '"""what what\n\nwhat what"""  # what\nwhat = "what"\n', r'comments of Python: 5.0 .* "what"'),
             ("a/tests/b.py", "# those those those\n", r'comments of Python tests: 3.0 of 1,000 are "those"'),
+            ("CHANGELOG.md", "where where where where\n", r'CHANGELOG.md: 4.0 of 1,000 are "where"'),
+            ("tools/b", "#!/bin/sh\n# what what\necho what  # what what\n", r'comments of tools: 4.0 of 1,000 are "what"'),
+            ("tools/c", '#!/usr/bin/env python3\n"""those"""  # those\n', r'comments of tools: 2.0 of 1,000 are "those"'),
+            ("cmake/b.cmake", "# where where\nset(where)  # where where\n", r'comments of tools: 4.0 of 1,000 are "where"'),
         ):
             self.assert_words(name, text, expected)
             (self.root / name).unlink()

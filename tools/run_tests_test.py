@@ -26,16 +26,26 @@ class RunTests(unittest.TestCase):
     def test_it_says_what_runs_and_counts_tests_and_not_programs(self):
         status, out = self.run_on(GOOGLE + PYTEST)
         self.assertEqual(status, 0, out)
-        self.assertIn("      running: pytest 40 %\n", out)
+        self.assertIn("      still running: pytest 40 %\n", out)
         self.assertNotIn("A.b", out)
-        self.assertEqual(out.splitlines()[-1], "5 passed, 0 failed, 2 skipped")
+        self.assertEqual(out.splitlines()[-1], "Tests: 5 passed, 0 failed, 2 skipped.")
 
     def test_it_shows_what_a_program_that_fails_has_printed(self):
         status, out = self.run_on(GOOGLE + FAILS)
         self.assertEqual(status, 1)
         self.assertIn("\n3: why it fails\n", out)
         self.assertNotIn("A.b", out)
-        self.assertEqual(out.splitlines()[-1], "1 passed, 1 failed, 1 skipped")
+        self.assertEqual(out.splitlines()[-1], "Tests: 1 passed, 1 failed, 1 skipped.")
+
+    def test_it_counts_the_tests_that_a_gpu_would_run(self):
+        skips = "echo 'a.cpp:1: Skipped'; echo 'no GPU: no driver'; echo '[  SKIPPED ] A.d (0 ms)'"
+        few = "echo 'SKIPPED [3] b_test.py:1: no GPU'; echo 'SKIPPED [2] b_test.py:2: JAX is not installed'"
+        programs = f'add_test(cpp sh -c "{skips}")\nadd_test(py sh -c "{few}; echo \'1 passed, 5 skipped in 1.00s\'")\n'
+        status, out = self.run_on(programs)
+        self.assertEqual(status, 0, out)
+        self.assertIn("\nskipped 3: no GPU\n", out)
+        end = "Tests: 1 passed, 0 failed, 6 skipped, 4 of them because this machine has no usable GPU."
+        self.assertEqual(out.splitlines()[-1], end)
 
     def test_without_a_program_it_fails(self):
         self.assertEqual(self.run_on("")[0], 1)

@@ -92,7 +92,7 @@ def table(entries: Sequence[Entry]) -> str:
 
 
 def main(parser: ArgumentParser, argv: Sequence[str]) -> None:
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="without: cuda where PyTorch sees a GPU")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if PyTorch finds a GPU, else cpu")
     device = find_device(parser.parse_args(argv).device)
     providers = run.installed(OPERATOR.providers, device)
     rows, features, vocabularies = (192, 512, (4096,)) if device.type == "cpu" else (3072, 4096, (4096, 32768, 131072))

@@ -21,11 +21,13 @@ def find_device(name: str | None) -> torch.device:
     """The named device; without a name the GPU, or the CPU if PyTorch sees no GPU."""
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
-        raise InvalidArgument("--device: is cuda, but PyTorch sees no GPU here, expected cpu")
+        raise InvalidArgument("--device: is cuda, but PyTorch finds no GPU; expected cpu")
     if name == "cpu" or not has_gpu:
         return torch.device("cpu")
     if not (info := _info.extension())["gpus"]:
-        raise InvalidArgument(f"--device: eaves cannot use the GPU, expected cpu: {' '.join(info['missing'])}")
+        raise InvalidArgument(
+            f"--device: is cuda, but eaves cannot use the GPU; expected cpu: {' '.join(info['missing'])}"
+        )
     return torch.device("cuda", torch.cuda.current_device())
 
 

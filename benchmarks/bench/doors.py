@@ -86,7 +86,7 @@ DOORS = {
 }  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------------- one process
+# ----------------------------------------------------------------------------------------------------------- a process
 
 
 def _model(sizes: Sizes, device: torch.device) -> Any:
@@ -164,7 +164,7 @@ def train(name: str, with_eaves: bool, sizes: Sizes, device: torch.device, steps
         raise RuntimeError(f"eaves was {'not ' * with_eaves}called")
     first, later = (each["loss"] for each in trainer.state.log_history if "loss" in each)
     if not math.isfinite(first + later):
-        raise RuntimeError(f"the loss is {first} in the first step, {later} in the others")
+        raise RuntimeError(f"the loss is {first} in the first step and {later} in the others, expected finite numbers")
     times = [after - before for before, after in zip(moments[WARM_UP_STEPS - 1 :], moments[WARM_UP_STEPS:])]
     ms = statistics.median(times)
     return {
@@ -187,7 +187,7 @@ def _in_a_process(connection: Any, name: str, *settings: Any) -> None:
         connection.send({"skipped": reason(error)})
 
 
-# --------------------------------------------------------------------------------------------------------- all of them
+# ----------------------------------------------------------------------------------------------------------- all lines
 
 
 def measure(names: Sequence[str], seconds: float, *settings: Any) -> Iterator[dict[str, Any]]:
@@ -217,10 +217,10 @@ def answer(process: Any, connection: Any, seconds: float, is_turn: bool = False)
         if connection.poll(seconds):
             return connection.recv()
         process.kill()
-        return {"skipped": f"took more than {seconds:g} s"}
+        return {"skipped": f"it took more than {seconds:g} s"}
     except (EOFError, OSError):
         process.join(10)
-        return {"skipped": f"the process ended with exit code {process.exitcode}"}
+        return {"skipped": f"its process ended with exit code {process.exitcode}"}
 
 
 def disagreement(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -266,15 +266,17 @@ def section(folder: Path) -> list[str]:
 
 
 def main(parser: ArgumentParser, argv: Sequence[str]) -> None:
-    parser.add_argument("doors", nargs="*", metavar="door", help=f"without any: {', '.join(DOORS)}")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="without: cuda where PyTorch sees a GPU")
-    parser.add_argument("--steps", type=int, default=20, help=f"that are timed, behind {WARM_UP_STEPS} others (20)")
-    parser.add_argument("--seconds", type=float, default=60, help="after which a line is ended (60)")
-    parser.add_argument("--json", metavar="FILE", help=f"where to write the results too; a page shows {FILE}")
+    parser.add_argument("doors", nargs="*", metavar="door", help=f"lines to measure; default: all ({', '.join(DOORS)})")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if PyTorch finds a GPU, else cpu")
+    parser.add_argument(
+        "--steps", type=int, default=20, help=f"number of timed steps, after {WARM_UP_STEPS} others (20)"
+    )
+    parser.add_argument("--seconds", type=float, default=60, help="time limit of a line (60)")
+    parser.add_argument("--json", metavar="FILE", help=f"also write the results to this file; a page shows {FILE}")
     arguments = parser.parse_args(argv)
     check_names("there is no door", arguments.doors, DOORS)
     if arguments.steps < 1:
-        raise InvalidArgument(f"--steps: is {arguments.steps}, expected at least 1")
+        raise InvalidArgument(f"--steps: is {arguments.steps}, expected 1 or more")
     path = arguments.json and results.check_file("--json", arguments.json)
     device = find_device(arguments.device)
     settings, rows = (SIZES[device.type], device, arguments.steps), list[dict[str, Any]]()

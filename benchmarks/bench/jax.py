@@ -185,23 +185,24 @@ def bars(rows: Sequence[Mapping[str, Any]], host_us: Mapping[str, float]) -> lis
     many_rows, many_features = PUBLISHED
     # Two measurements of the same function differ by up to a twentieth on the host.
     found = [
-        ("time over that of the three products", many_rows, ratio(many_rows, "products", "ms"), 1.10),
-        ("memory over that of all logits", many_rows, ratio(many_rows, "jax", "memory_bytes"), 1 / 3),
-        ("time over that from PyTorch", many_features, ratio(many_features, "torch", "ms"), 1.03),
-        ("host time of a small call over that of JAX", "logsumexp 2x3", host_us["eaves"] / host_us["jax"], 1.05),
+        ("time / time of the three products", many_rows, ratio(many_rows, "products", "ms"), 1.10),
+        ("memory / memory of all logits", many_rows, ratio(many_rows, "jax", "memory_bytes"), 1 / 3),
+        ("time / time of eaves from PyTorch", many_features, ratio(many_features, "torch", "ms"), 1.03),
+        ("host time of a small call / host time of JAX", "logsumexp 2x3", host_us["eaves"] / host_us["jax"], 1.05),
     ]
     return [{"what": what, "shape": str(shape), "value": value, "at_most": limit, "holds": value and value <= limit}
             for what, shape, value, limit in found]  # fmt: skip
 
 
 def main(parser: ArgumentParser, argv: Sequence[str]) -> int:
-    parser.add_argument("--shape", type=parse_shape, action="append", help="rows x features x classes; may be repeated")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} instead of all others")
-    parser.add_argument("--repetitions", type=int, default=10)
-    parser.add_argument("--json", metavar="FILE", help="where to write the results too")
+    parser.add_argument("--shape", type=parse_shape, action="append",
+        help="rows x features x classes; repeat it for more shapes")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help=f"measure {QUICK} instead of the published shapes")
+    parser.add_argument("--repetitions", type=int, default=10, help="number of repetitions of each row (10)")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     arguments = parser.parse_args(argv)
     if not (arguments.shape or arguments.quick) and jax.default_backend() != "gpu":
-        raise InvalidArgument("JAX has no GPU, which the published shapes are for: expected --quick or --shape")
+        raise InvalidArgument("JAX finds no GPU, which the published shapes need; expected --quick or --shape")
     json = arguments.json and results.check_file("--json", arguments.json)
     rows = []
     say(f"{'shape':<20} {'provider':<16} {'ms':>10} {'MiB':>10}")

@@ -83,7 +83,7 @@ def draw(path: Path, operators: Sequence[Operator]) -> None:
     folder = Folder(path, operators)
     if not folder.files:
         example = results.file_name(operators[0].name, PROTOCOLS[0])
-        raise InvalidArgument(f'page: "{path}" has no result file, expected such as {example}')
+        raise InvalidArgument(f'page: "{path}" has no result file, expected for example {example}')
     results.check_folder("page", path / "plots")
     for name, text in texts(folder).items():
         results.write(path / name, text)
@@ -221,6 +221,7 @@ def _reason(provider: Provider, content: dict[str, Any]) -> str:
 
 def main(parser: ArgumentParser, argv: Sequence[str]) -> None:
     """Draws the pages and pictures of folders again, without measuring."""
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="such as benchmarks/results/intel-xeon")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR",
+        help="folder of result files, such as benchmarks/results/intel-xeon")  # fmt: skip
     for folder in parser.parse_args(argv).folders:
         draw(folder, OPERATORS)

@@ -27,13 +27,14 @@ COMMANDS = ("published", "page", "jax", "ranks", "accuracy", "doors")
 """Modules whose `main` gets a parser and the words, and returns the exit code or nothing."""
 
 _DESCRIPTION = """\
-Measures eaves side by side with PyTorch and the libraries that are installed, in
-one process, in turns: time, peak memory with inputs and outputs counted, and on a
+Measures eaves side by side with PyTorch and other installed libraries. They take
+turns in one process. Columns: time, peak memory with inputs and outputs, and on a
 GPU the time that a call keeps Python busy (host).
 
-Without an operator it measures all by both protocols, and keeps them and pages in
-the device's folder. With names it prints their tables, by one protocol, with
---shape one operator on a shape of your own."""
+Without a name the program measures every operator by both protocols, and writes
+result files and pages into the device's folder. With names it prints the tables of
+these operators by one protocol; with --shape it measures one operator on a shape of
+your own."""
 
 _EPILOG = f"""\
 other commands (each has --help):
@@ -45,28 +46,28 @@ other commands (each has --help):
   {PROGRAM} doors      a model that trains, with libraries' losses and with eaves
 
 lines of a table:
-  limit              a plain kernel that streams the same bytes in the same run;
-                     for a model's head its products, by torch.matmul; for
-                     memory inputs and outputs alone
+  limit              time: a plain kernel that streams the same bytes in the same
+                     run, or for a model's head the matrix products, by
+                     torch.matmul; memory: inputs and outputs alone
   best peer / eaves  above 1 eaves is faster, or takes less memory
 
 protocols:
   autograd    a backward is torch.autograd.grad(out, inputs, grad_out)
-  accumulate  it is out.backward(grad_out) and .grad is never cleared: every call
-              also adds its gradient to the one before, as does the limit
+  accumulate  a backward is out.backward(grad_out), and .grad is never cleared:
+              every call adds its gradient to .grad, and so does the limit
 
 On a GPU, short rows are measured once more "in graph": each call is captured in a
 CUDA graph, and the time is the replay's.
 
---shape, forward and backward of:
+--shape measures forward and backward of:
   logsumexp             rows=4096,n=131072
   cross_entropy         rows=4096,v=131072
   linear_cross_entropy  rows=2048,dim=768,v=50257
   linear_log_prob       rows=2048,dim=768,v=50257; with entropies
   lrpe_cosine           batch=12,length=8192,heads=12,dim=128; or grid=64x64
 
-The device's folder below --results has <operator>_<protocol>.json, while it is
-measured .partial.json, the pictures and the pages."""
+The device's folder below --results has <operator>_<protocol>.json (.partial.json
+until its last row is measured), the pictures and the pages."""
 
 
 def parse_shape(text: str, operator: Operator) -> Mapping[str, Any]:
@@ -82,7 +83,7 @@ def parse_shape(text: str, operator: Operator) -> Mapping[str, Any]:
         shape = {}
     if sorted(shape) not in [sorted(keys.split(",")) for keys in operator.shapes]:
         expected = " or ".join(operator.shapes).replace(",", "=..,") + "=.."
-        raise InvalidArgument(f'--shape: is "{text}", expected {expected} of {operator.name}, positive numbers')
+        raise InvalidArgument(f'--shape: is "{text}", expected {expected} with positive numbers for {operator.name}')
     return shape
 
 
@@ -94,22 +95,26 @@ def _described(program: str, description: str | None, epilog: str | None = None)
 def _parser() -> argparse.ArgumentParser:
     parser = _described(PROGRAM, _DESCRIPTION, _EPILOG)
     add = parser.add_argument
-    add("operators", nargs="*", metavar="operator", help="what to measure; without any: everything, into a folder")
+    add("operators", nargs="*", metavar="operator", help="operators to measure; default: all, into a folder")
     add("--shape", metavar="KEY=N,..", help="measure one operator on this shape, see below")
-    add("--provider", action="append", default=[], metavar="NAME", help="only this one; repeat it for more")
-    add("--device", choices=["cpu", "cuda"], help="without: cuda where PyTorch sees a GPU")
+    add(
+        "--provider", action="append", default=[], metavar="NAME", help="measure this provider only; repeat it for more"
+    )
+    add("--device", choices=["cpu", "cuda"], help="default: cuda if PyTorch finds a GPU, else cpu")
     add("--sweep", choices=["quick", "published"], default="quick",
-        help="quick: lengths that suit the device; published: the rows of published tables, no others")  # fmt: skip
+        help="quick: sizes that suit the device; published: the rows of the published tables")  # fmt: skip
     add("--protocol", choices=PROTOCOLS,
-        help="what a backward is, see below; without: autograd, and both where a folder is written")  # fmt: skip
-    add("--dtype", choices=DTYPES, help="without: bf16, and fp32 where it differs")
-    add("--repetitions", type=int, default=30, metavar="N", help="of each row (30); slow rows get fewer, at least 5")
-    add("--warm-up-ms", type=float, default=500.0, metavar="MS", help="before each table, until clocks settle (500)")
-    add("--threads", type=int, default=0, metavar="N", help="CPU threads of all; without: PyTorch's number")
-    add("--results", metavar="DIR", help="keep results, pictures and pages below this folder; without operators: "
-        f"{os.path.relpath(RESULTS)}")  # fmt: skip
+        help="how a backward is called, see below; default: autograd; both if a folder is written")  # fmt: skip
+    add("--dtype", choices=DTYPES, help="type of the inputs; default: bf16, and for some rows also fp32")
+    add("--repetitions", type=int, default=30, metavar="N",
+        help="repetitions of each row (30); slow rows get fewer, at least 5")  # fmt: skip
+    add("--warm-up-ms", type=float, default=500.0, metavar="MS",
+        help="warm-up before each table, in which clocks settle (500)")  # fmt: skip
+    add("--threads", type=int, default=0, metavar="N", help="number of CPU threads; default: PyTorch's number")
+    add("--results", metavar="DIR", help="write results, pictures and pages below this folder; "
+        f"default without an operator: {os.path.relpath(RESULTS)}")  # fmt: skip
     add("--replace", action="store_true",
-        help="let result files there lose rows and providers that this run does not measure")  # fmt: skip
+        help="let result files below DIR lose rows and providers that this run does not measure")  # fmt: skip
     return parser
 
 
@@ -128,7 +133,7 @@ def parse_arguments(argv: Sequence[str], operators: Sequence[Operator]) -> argpa
     check_names("there is no operator", parsed.operators, by_name)
     if parsed.shape is not None:
         if len(parsed.operators) != 1 or parsed.results is not None:
-            raise InvalidArgument("--shape: is one row of one operator, expected its name, and no --results")
+            raise InvalidArgument("--shape: measures one operator, expected its name and no --results")
         parsed.shape = parse_shape(parsed.shape, by_name[parsed.operators[0]])
     parsed.operators = [by_name[name] for name in dict.fromkeys(parsed.operators or by_name)]
     known = dict.fromkeys(provider.name for operator in parsed.operators for provider in operator.providers)
@@ -155,7 +160,7 @@ def main(argv: Sequence[str] | None = None, operators: Sequence[Operator] = OPER
     except (OSError, RuntimeError) as error:
         code, sentence = 1, str(error)
     except KeyboardInterrupt:
-        code, sentence = 130, "stopped; with --results the finished rows are in a file that ends in .partial.json"
+        code, sentence = 130, "stopped; --results keeps the finished rows in a file that ends in .partial.json"
         sentence += "; published keeps them in its result files" * ("published" in words)
     print(f"{PROGRAM}: {sentence}", file=sys.stderr)
     return code

@@ -194,7 +194,7 @@ def draw(chosen: Sequence[Document], folder: Path) -> tuple[str, str]:
     found = results.read(folder, dict.fromkeys(each.operator.name for each in chosen)).values()
     files = [file for file in found if file["protocol"] == PROTOCOL]
     if not files:
-        raise InvalidArgument(f'published: "{folder}" has no result file by the protocol {PROTOCOL}')
+        raise InvalidArgument(f'published: "{folder}" has no result file of the protocol {PROTOCOL}')
     device, has_gpu = files[0]["device"], files[0]["cuda"] is not None
     versions = {package: version for file in files for package, version in file["versions"].items()}
     lines = [INTRODUCTION + f"Measured on {device}: {', '.join(map(' '.join, versions.items()))}.", ""]
@@ -248,8 +248,8 @@ def measure(chosen: Sequence[Document], folder: Path, device: torch.device, repe
     found: dict[str, list[Entry]] = {each.operator.name: [] for each in chosen}
     for name, file in results.read(folder, found).items():
         if any(file[key] != head[key] for key in ("device", "commit", "versions")):
-            raise InvalidArgument(f'--results: "{folder / name}" is of another build, device or package, expected '
-                                  "another folder")  # fmt: skip
+            raise InvalidArgument(f'--results: "{folder / name}" was written by another build, device or package; '
+                                  "expected another folder")  # fmt: skip
         if file["rows"]:
             found[file["rows"][0]["op"]] = file["rows"]
 
@@ -275,12 +275,18 @@ def measure(chosen: Sequence[Document], folder: Path, device: torch.device, repe
 def main(parser: ArgumentParser, argv: Sequence[str]) -> None:
     known = documents()
     add = parser.add_argument
-    add("documents", nargs="*", metavar="DOCUMENT", help=f"without any: {', '.join(known)}")
-    add("--device", choices=["cpu", "cuda"], help="without: cuda where PyTorch sees a GPU")
-    add("--repetitions", type=int, default=30, metavar="N", help="of each row (30); slow rows get fewer, at least 5")
+    add("documents", nargs="*", metavar="DOCUMENT", help=f"tables to measure; default: all ({', '.join(known)})")
+    add("--device", choices=["cpu", "cuda"], help="default: cuda if PyTorch finds a GPU, else cpu")
+    add(
+        "--repetitions",
+        type=int,
+        default=30,
+        metavar="N",
+        help="repetitions of each row (30); slow rows get fewer, at least 5",
+    )
     add("--results", default="build/published", metavar="DIR",
-        help="the device's folder below it has result files and published.md and .csv (build/published)")  # fmt: skip
-    add("--from-results", type=Path, metavar="DIR", help="measure nothing, print the page of the result files there")
+        help="write result files and published.md into the device's folder below DIR (build/published)")  # fmt: skip
+    add("--from-results", type=Path, metavar="DIR", help="measure nothing; print the page of the result files in DIR")
     arguments = parser.parse_args(argv)
     check_names("there is no document", arguments.documents, known)
     chosen = [known[name] for name in arguments.documents or known]

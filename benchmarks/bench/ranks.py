@@ -290,23 +290,23 @@ def _print(found: dict[str, Any]) -> None:
         say(f"{each['collective']:36}{each['bytes'] / 1e6:9.1f} MB {each['ms']:8.3f} ms {each['gb_per_s']:7.1f} GB/s")
     for each in found["plan"]:
         say(f"{each['ranks']} ranks: {each['share_ms']:.2f} ms and {each['collectives_ms']:.2f} ms of collectives, "
-            f"efficiency {each['efficiency_if_nothing_is_hidden']:.3f} if nothing hides them")  # fmt: skip
+            f"efficiency {each['efficiency_if_nothing_is_hidden']:.3f} without overlap")  # fmt: skip
 
 
 def main(parser: ArgumentParser, argv: Sequence[str]) -> None:
-    parser.add_argument("--ranks", type=int, default=2, help="processes, on GPUs one for each")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where they compute")
+    parser.add_argument("--ranks", type=int, default=2, help="number of processes (2); on GPUs each has its own")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if PyTorch finds a GPU, else cpu")
     parser.add_argument("--shape", type=parse_shape,
-        help="rows x features x classes, 8192x4096x131072 on GPUs and 512x1024x8192 on the CPU")  # fmt: skip
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    parser.add_argument("--repetitions", type=int, default=10)
-    parser.add_argument("--json", metavar="FILE", help="where to write the results too")
+        help="rows x features x classes; default: 8192x4096x131072 on GPUs, 512x1024x8192 on the CPU")  # fmt: skip
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="type of the inputs (bf16)")
+    parser.add_argument("--repetitions", type=int, default=10, help="number of repetitions (10)")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     arguments = parser.parse_args(argv)
     arguments.device = find_device(arguments.device).type
     if arguments.shape is None:
         arguments.shape = Shape(8192, 4096, 131072) if arguments.device == "cuda" else Shape(512, 1024, 8192)
     if arguments.ranks < 2:
-        raise InvalidArgument(f"--ranks: is {arguments.ranks}, expected at least 2")
+        raise InvalidArgument(f"--ranks: is {arguments.ranks}, expected 2 or more")
     if (classes := arguments.shape.classes) % arguments.ranks:
         raise InvalidArgument(f"--shape: has {classes} classes, expected a multiple of {arguments.ranks} ranks")
     if arguments.json is not None:

@@ -70,18 +70,20 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         try:
             content = json.loads(path.read_bytes())
             if file_name(content["rows"][0]["op"], content["protocol"]) != name:
-                raise ValueError(f"it holds {content['rows'][0]['op']} by the protocol {content['protocol']}")
+                raise ValueError(f"its rows are of {content['rows'][0]['op']} and the protocol {content['protocol']}")
             for row in content["rows"]:
                 _ = row["mode"], row["dtype"], row["shape"], row["options"], row["provider"]
                 _ = row["ms"] + row["ms_min"] if row["ms"] is not None else row["skipped"]
             _ = [content[key] for key in ("device", "commit", "date")], content["versions"]["torch"]
         except (ValueError, LookupError, TypeError) as error:
             why = f"it has no {error}" if isinstance(error, KeyError) else error
-            raise InvalidArgument(f'"{path}" is no result file of this program: {why}') from error
+            raise InvalidArgument(f'"{path}" is not a result file of this program: {why}') from error
         found[name] = {"cuda": None} | content
     devices = dict.fromkeys(content["device"] for content in found.values())
     if len(devices) > 1:
-        raise InvalidArgument(f'"{folder}" holds results of {" and ".join(devices)}, expected a folder for each')
+        raise InvalidArgument(
+            f'"{folder}" holds results of {" and ".join(devices)}, expected one folder for each device'
+        )
     return found
 
 

@@ -114,7 +114,7 @@ def _parts(arguments: Namespace, device: torch.device) -> list[_Part]:
         present = installed(operator.providers, device, missing)
         selected = [each for each in present if not arguments.provider or each.name in arguments.provider]
         if not selected:
-            raise InvalidArgument(f"--provider: no named one that is installed knows {operator.name}")
+            raise InvalidArgument(f"--provider: no installed provider of these names measures {operator.name}")
         rows = [operator.row_of_shape(arguments.shape, request.dtype)] if arguments.shape else operator.rows(request)
         if not rows:
             say(f"# --sweep {arguments.sweep} has no rows of {operator.name}")
@@ -124,7 +124,7 @@ def _parts(arguments: Namespace, device: torch.device) -> list[_Part]:
             small = [row.captured() for row in rows if _is_small(row)] if is_whole and protocol == PROTOCOLS[0] else []
             parts.append(_Part(operator, protocol, [*rows, *small], selected, present[0]))
     if not parts:
-        raise InvalidArgument(f"--sweep: {arguments.sweep} has no rows of these operators, expected another sweep")
+        raise InvalidArgument(f"--sweep: {arguments.sweep} has no rows of these operators; expected another sweep")
     return parts
 
 
@@ -159,7 +159,7 @@ def _folder(arguments: Namespace, parts: Sequence[_Part], operators: Sequence[Op
         if content["device"] != device_name(device):
             raise InvalidArgument(
                 f'--results: "{folder}" holds results of {content["device"]}, but this run is on '
-                f"{device_name(device)}, expected another folder"
+                f"{device_name(device)}; expected another folder"
             )
     for part in parts if not arguments.replace else ():
         file = results.file_name(part.operator.name, part.protocol)
@@ -170,7 +170,7 @@ def _folder(arguments: Namespace, parts: Sequence[_Part], operators: Sequence[Op
         if lost:
             last = f"{lost[-1]['provider']} at {lost[-1]['mode']} {lost[-1]['dtype']} {lost[-1]['shape']}"
             raise InvalidArgument(
-                f'--results: "{folder / file}" would lose {len(lost)} numbers, the last of {last}, which this run '
-                "does not measure, expected another folder or --replace"
+                f'--results: "{folder / file}" would lose {len(lost)} numbers that this run does not measure, the last '
+                f"of {last}; expected another folder or --replace"
             )
     return folder

@@ -25,7 +25,7 @@ QUANTITIES: dict[Kind, str] = {"ms": "time in ms", "peak_mib": "peak memory in M
 UNSTEADY = 2.0
 """Times that differ by more than this factor: the machine is busy with something else."""
 
-MOST_ARE_BUSY = "most rows are left out: these numbers are not usable, measure on a quiet machine"
+MOST_ARE_BUSY = "most rows are left out: measure again on a quiet machine"
 
 NOISE = 0.03
 """Two runs of one row differ by so much."""
@@ -247,7 +247,7 @@ def headline_table(all_tables: Sequence[Table]) -> list[list[str]]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------------------- in words
+# ------------------------------------------------------------------------------------------------------------ sentences
 
 
 class _Pair(NamedTuple):
@@ -290,7 +290,7 @@ def summary(all_tables: Sequence[Table]) -> list[str]:
                 text += f" (least: {least.peer}{f', {least.case.words}' if len(cases) > 1 else ''})."
         sentences.append(text)
     if left_out:
-        sentences.append(f"busy: {left_out} of {all_rows} rows left out, which are unsteady")
+        sentences.append(f"Other programs slowed down {left_out} of {all_rows} rows, which these sentences leave out.")
     if 2 * left_out > all_rows:
         sentences.append(MOST_ARE_BUSY)
     return sentences
@@ -309,7 +309,7 @@ def _grouped(items: Iterable[Any], key: Callable[[Any], tuple[str, ...]]) -> dic
     return groups
 
 
-# ------------------------------------------------------------------------------------------------ where peers are ahead
+# -------------------------------------------------------------------------------------------------- rows that peers win
 
 
 def slower(all_tables: Sequence[Table]) -> list[list[str]]:

@@ -44,13 +44,13 @@ def difference(actual: Results, expected: Results, tolerance: float | None = Non
     for name, wanted in expected.items():
         found = actual[name]
         if found.shape != wanted.shape:
-            return f"wrong result: {name} is {list(found.shape)}, of eaves {list(wanted.shape)}"
+            return f"wrong result: {name} has shape {list(found.shape)}, expected {list(wanted.shape)} (as from eaves)"
         largest, off, total, total_off = _sizes(found.reshape(-1), wanted.reshape(-1))
         if not off <= tolerance * largest:  # in this form NaN is a difference
-            return f"wrong result: {name} is off by {off:.3g} from that of eaves, at most {largest:.3g} large"
+            return f"wrong result: {name} differs from eaves by {off:.3g}, its largest element is {largest:.3g}"
         # The gradient of a loss has one large element in each row, and half of its sum in the many small ones.
         if not total_off <= tolerance * total:
-            return f"wrong result: {name} is off by {total_off:.3g} from that of eaves in all, {total:.3g} in all"
+            return f"wrong result: {name} differs from eaves by {total_off:.3g} in sum, its sum is {total:.3g}"
     return ""
 
 

@@ -24,7 +24,9 @@ GemmMatrix factor(const check::Argument& matrix) {
   if (lies_along(0)) {
     return {.data = view.data, .stride = std::max(view.strides[1], view.shape[0]), .is_transposed = true};
   }
-  check::fail(matrix, "has strides " + check::to_string(view.strides) + ", expected one of 1");
+  check::fail(matrix,
+              "has strides " + check::to_string(view.strides) +
+                  ", expected unit stride along one axis, and along the other axis at least the size of the first");
 }
 
 /// sum += a * b
@@ -33,19 +35,23 @@ void add_product(Tensor sum, Tensor a, Tensor b) {
   const TensorView a_view = input(a, {kOp, "a"});
   const TensorView b_view = input(b, {kOp, "b"});
   for (const TensorView* view : {&sum_view, &a_view, &b_view}) {
-    if (view->shape.size() != 2) throw InvalidArgument("add_product: expected three matrices");
+    if (view->shape.size() != 2) throw InvalidArgument("add_product: sum, a and b are expected to have two axes each");
   }
   const Dims& shape = sum_view.shape;
   const std::int64_t depth = a_view.shape[1];
-  check::has_shape({kOp, "a", a_view}, {shape[0], depth}, "rows as `sum`");
-  check::has_shape({kOp, "b", b_view}, {depth, shape[1]}, "rows as `a` has columns, columns as `sum`");
-  check::has_dtype({kOp, "b", b_view}, {a_view.dtype}, "that of `a`");
-  check::has_dtype({kOp, "sum", sum_view}, {accumulator_dtype(a_view.dtype), a_view.dtype}, "that of sums, or of `a`");
+  check::has_shape({kOp, "a", a_view}, {shape[0], depth}, "as many rows as `sum`");
+  check::has_shape({kOp, "b", b_view}, {depth, shape[1]}, "the columns of `a` and of `sum`");
+  check::has_dtype({kOp, "b", b_view}, {a_view.dtype}, "as `a`");
+  check::has_dtype({kOp, "sum", sum_view}, {accumulator_dtype(a_view.dtype), a_view.dtype},
+                   "the dtype of sums, or as `a`");
   check::is_on({kOp, "a", a_view}, sum_view.device, "sum");
   check::is_on({kOp, "b", b_view}, sum_view.device, "sum");
   if (sum_view.element_count() == 0 || depth == 0) return;
   const GemmMatrix to = factor({kOp, "sum", sum_view});
-  if (to.is_transposed) throw InvalidArgument("add_product: sum: expected rows of unit stride");
+  if (to.is_transposed) {
+    check::fail({kOp, "sum", sum_view},
+                "has strides " + check::to_string(sum_view.strides) + ", expected unit stride along its rows");
+  }
   Call call(sum_view.device);
   if (sum_view.device.type == DeviceType::cuda) call.take_workspace(kGemmWorkspaceBytes);
   runtime::matrix_product(sum_view.device,

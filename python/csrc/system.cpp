@@ -51,11 +51,12 @@ void stream_bytes(Tensor source, Tensor destination, std::int64_t read_bytes, st
   for (const auto& [name, view, bytes] : {std::tuple("source", &from, read_bytes), {"destination", &to, write_bytes}}) {
     const check::Argument argument{"stream_bytes", name, *view};
     if (view->strides != TensorView::contiguous(view->data, view->dtype, view->shape).strides) {
-      check::fail(argument, "is not contiguous, expected bytes that lie side by side");
+      check::fail(argument, "is not contiguous (it has strides " + check::to_string(view->strides) +
+                                "), expected a contiguous tensor");
     }
     if (bytes < 0 || bytes > bytes_of(*view)) {
-      check::fail(argument, "has " + std::to_string(bytes_of(*view)) + " bytes, of which " + std::to_string(bytes) +
-                                " cannot be moved");
+      check::fail(argument, "has " + std::to_string(bytes_of(*view)) + " bytes, but " + std::to_string(bytes) +
+                                " bytes are to be moved");
     }
     if (bytes > 0 && reinterpret_cast<std::uintptr_t>(view->data) % 64 != 0) {
       check::fail(argument, "is not aligned, expected an address divisible by 64");

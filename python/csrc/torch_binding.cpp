@@ -32,8 +32,8 @@ DType dtype_of_number(std::int32_t number, Name name) {
     if (dtypes[i] == number) return static_cast<DType>(i);
   }
   refuse(name,
-         "has a dtype that eaves does not have, expected float16, bfloat16, float32, float64, an integer type of at "
-         "most 64 bits (unsigned: 8), or bool");
+         "has a dtype that eaves does not support, expected float16, bfloat16, float32, float64, int8, int16, int32, "
+         "int64, uint8 or bool");
 }
 
 std::int32_t number_of(DType dtype) { return torch_dtypes()[static_cast<std::size_t>(dtype)]; }
@@ -47,7 +47,7 @@ Device device_of(const Tensor& tensor, Name name) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
   if (type == aoti_torch_device_type_cpu()) return kCpu;
   if (type != aoti_torch_device_type_cuda())
-    refuse(name, "is on a device that eaves does not have, expected cpu or cuda");
+    refuse(name, "is on a device that eaves does not support, expected cpu or cuda");
   return {DeviceType::cuda, tensor.get_device_index()};
 }
 
@@ -72,7 +72,7 @@ void* current_cuda_stream(int device_index) {
     void* symbol = library == nullptr ? nullptr : dlsym(library, "aoti_torch_get_current_cuda_stream");
     return reinterpret_cast<Function>(symbol);
   }();
-  if (function == nullptr) throw Unsupported("this PyTorch has no CUDA, but a tensor is on a GPU");
+  if (function == nullptr) throw Unsupported("a tensor is on a GPU, but this PyTorch has no CUDA");
   void* stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(function(device_index, &stream));
   return stream;
@@ -108,7 +108,7 @@ NewTensor allocate(TensorView view) {
   AtenTensorHandle handle = nullptr;
   if (aoti_torch_empty_strided(view.shape.size(), view.shape.begin(), view.strides.begin(), number_of(view.dtype),
                                number_of(view.device.type), view.device.index, &handle) != TORCH_SUCCESS) {
-    throw OutOfMemory("torch has no memory on " + check::to_string(view.device) + " for a tensor of shape " +
+    throw OutOfMemory("PyTorch has no memory on " + check::to_string(view.device) + " for a tensor of shape " +
                       check::to_string(view.shape) + ", " + name_of(view.dtype));
   }
   Tensor tensor(handle);
@@ -150,7 +150,7 @@ NewTensor empty_like(const Tensor& like, const TensorView& view) {
     ask_for_huge_pages(result);
     return {std::move(tensor), result};
   } catch (const std::runtime_error&) {
-    throw OutOfMemory("torch has no memory for a tensor of " + std::to_string(like.numel()) + " elements");
+    throw OutOfMemory("PyTorch has no memory for a tensor of " + std::to_string(like.numel()) + " elements");
   }
 }
 

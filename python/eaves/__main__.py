@@ -31,7 +31,9 @@ def _main() -> int:
     program = "eaves" if Path(sys.argv[0]).name == "eaves" else "python -m eaves"
     parser = _command_line.Parser(prog=program, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="info|bench")
-    info = commands.add_parser("info", help="versions, devices, backends, and what does not fit together")
+    info = commands.add_parser(
+        "info", help="print versions, devices and backends, and name parts that do not fit together"
+    )
     form = info.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON instead of text")
     form.add_argument(
@@ -43,8 +45,8 @@ def _main() -> int:
     if _bench is not None:
         bench = commands.add_parser(
             "bench",
-            help="times an operator beside PyTorch and torch.compile, on a shape of yours",
-            description="Times an operator beside PyTorch and torch.compile, on a shape of yours.",
+            help="measure an operator beside PyTorch and torch.compile, on a shape of your own",
+            description="Measure an operator beside PyTorch and torch.compile, on a shape of your own.",
             epilog=_bench.EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

@@ -42,9 +42,9 @@ def check_temperature_of_top_k(op: str, rest: str, is_one: bool) -> None:
     """Refuses a temperature other than 1 for "class" and "ignore", because the rest at another one is unknown."""
     if not is_one and rest in ("class", "ignore"):
         raise ValueError(
-            f'{op}: temperature is given beside teacher_tokens and teacher_rest="{rest}", and the rest at another '
-            "temperature is unknown; pass log-probabilities served at the temperature T, scale=1/T and no temperature, "
-            'or teacher_rest="renormalize" or "zero"'
+            f'{op}: temperature is given beside teacher_tokens and teacher_rest="{rest}", but a top K does not '
+            "determine the rest at another temperature; pass log-probabilities served at the temperature T, scale=1/T "
+            'and no temperature, or teacher_rest="renormalize" or "zero"'
         )
 
 

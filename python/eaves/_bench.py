@@ -47,10 +47,10 @@ operators, and sizes of --shape:
   lrpe_cosine           batch=12,length=8192,heads=12,dim=128
 
 columns of the table:
-  forward, backward  milliseconds until the results are there, the median
+  forward, backward  median time in milliseconds, until the results exist
   step               both
-  MiB                the peak of memory in a step, inputs and results counted
-  x eaves            the time of a step by that of eaves: 2 is twice as long"""
+  MiB                peak memory of a step, with inputs and results
+  / eaves            time of a step / time of eaves' step: 2 is twice as long"""
 
 
 class Operator(NamedTuple):
@@ -219,7 +219,7 @@ def _prepared(operator: Operator, inputs: Sequence[Tensor], device: torch.device
         except Exception as error:  # a missing compiler, too little memory
             if name == "eaves" and reason(error) != _NO_ROOM:
                 raise
-            _command_line.say(f"{name} is left out: {reason(error)}")
+            _command_line.say(f"{name} is skipped: {reason(error)}")
 
 
 # -------------------------------------------------------------------------------------------------------------- program
@@ -228,12 +228,12 @@ def _prepared(operator: Operator, inputs: Sequence[Tensor], device: torch.device
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describes the command to the parser of `python -m eaves`."""
     add = parser.add_argument
-    add("operator", choices=OPERATORS, metavar="OPERATOR", help="its name, one of the list below")
-    add("--shape", default="", metavar="KEY=N,..", help="the sizes, as in the list below; has to be given")
-    add("--dtype", choices=DTYPES, default="bf16", help="of the inputs (bf16)")
-    add("--device", choices=["cpu", "cuda"], help="without: cuda where PyTorch sees a GPU")
-    add("--repetitions", type=int, default=10, metavar="N", help="of each implementation (10)")
-    add("--threads", type=int, metavar="N", help="of the CPU; without: PyTorch's number")
+    add("operator", choices=OPERATORS, metavar="OPERATOR", help="operator to measure, see the list below")
+    add("--shape", default="", metavar="KEY=N,..", help="sizes of its inputs, see the list below (required)")
+    add("--dtype", choices=DTYPES, default="bf16", help="type of the inputs (bf16)")
+    add("--device", choices=["cpu", "cuda"], help="default: cuda if PyTorch finds a GPU, else cpu")
+    add("--repetitions", type=int, default=10, metavar="N", help="number of repetitions of each implementation (10)")
+    add("--threads", type=int, metavar="N", help="number of CPU threads; default: PyTorch's number")
 
 
 def run(arguments: argparse.Namespace) -> str:
@@ -245,13 +245,13 @@ def run(arguments: argparse.Namespace) -> str:
     if sorted(key for key, *_ in parts) != sorted(keys) or min(numbers) < 1 or math.prod(numbers) >= 2**50:
         return f'--shape: is "{arguments.shape}", expected {"=..,".join(keys)}=.. with positive numbers'
     if arguments.device == "cuda" and not has_gpu:
-        return "--device: is cuda, but PyTorch sees no GPU here, expected cpu"
+        return "--device: is cuda, but PyTorch finds no GPU; expected cpu"
     for name, value in (("repetitions", arguments.repetitions), ("threads", arguments.threads)):
         if value is not None and value < 1:
             return f"--{name}: is {value}, expected 1 or more"
     device = torch.device(arguments.device or ("cuda" if has_gpu else "cpu"))
     if device.type == "cuda" and not (info := _info.extension())["gpus"]:
-        return f"--device: eaves cannot use the GPU, expected cpu: {' '.join(info['missing'])}"
+        return f"--device: is cuda, but eaves cannot use the GPU; expected cpu: {' '.join(info['missing'])}"
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
 
@@ -280,10 +280,10 @@ def _print_table(operator: Operator, inputs: Sequence[Tensor], device: torch.dev
     times = time_in_turns(steps, repetitions, wait)
     whole = {name: [forward + backward for forward, backward in pairs] for name, pairs in times.items()}
     medians = {name: statistics.median(each) for name, each in whole.items()}
-    _command_line.say(f"{'':<15}{'forward':>11}{'backward':>11}{'step':>11}{'MiB':>11}{'x eaves':>9}")
+    _command_line.say(f"{'':<15}{'forward':>11}{'backward':>11}{'step':>11}{'MiB':>11}{'/ eaves':>9}")
     for name, pairs in times.items():
         forward, backward = map(statistics.median, zip(*pairs))
         ratio = f"{medians[name] / medians['eaves']:9.2f}" if "eaves" in medians else ""
         _command_line.say(f"{name:<15}{forward:11.3f}{backward:11.3f}{medians[name]:11.3f}{peaks[name]:11.1f}{ratio}")
     if unsteady := [name for name, each in whole.items() if medians[name] > _UNSTEADY * min(each)]:
-        _command_line.say(f"unsteady, the machine is busy with something else: {', '.join(unsteady)}")
+        _command_line.say(f"Other programs slowed down {', '.join(unsteady)}. Measure again on a quiet machine.")

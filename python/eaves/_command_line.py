@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with this sentence."""
-        self.exit(2, f"{self.prog.removeprefix('python -m ')}: {message} ({self.prog} --help shows what is expected)\n")
+        self.exit(2, f"{self.prog.removeprefix('python -m ')}: {message} (see {self.prog} --help)\n")
 
     def print_help(self, file: object = None) -> None:
         """Prints the help text."""

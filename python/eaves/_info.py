@@ -99,8 +99,8 @@ def _problems(report: dict[str, Any]) -> list[str]:
         return problems
     if of_torch["gpus"] and "cuda" not in ours["backends"]:
         problems.append(
-            "PyTorch has CUDA and a GPU, but the extension was built without CUDA: build the wheel again where "
-            "a CUDA toolkit is, without CUDA=OFF."
+            "PyTorch has CUDA and a GPU, but the extension was built without CUDA: install a CUDA toolkit and build "
+            "the wheel again, without CUDA=OFF."
         )
     if of_torch["gpus"] and "cuda" in ours["backends"] and not ours["gpus"]:
         problems.append(f"PyTorch sees a GPU that eaves cannot use: {' '.join(ours['missing'])}")
@@ -110,13 +110,13 @@ def _problems(report: dict[str, Any]) -> list[str]:
 def _torch(report: dict[str, Any]) -> str:
     found = report["torch"]
     if found is None:
-        return "not installed: eaves.jax alone works"
-    return f"{found['version']}, CUDA {found['cuda'] or 'none'}, at least {report['package']['target']} needed"
+        return "not installed, so only eaves.jax works"
+    return f"{found['version']}, CUDA {found['cuda'] or 'none'}, eaves needs {report['package']['target']} or newer"
 
 
 def _jax(found: dict[str, Any]) -> str:
     if not found["library"]:
-        return "eaves.jax was not built: there was no jaxlib; install jaxlib and build the wheel again"
+        return "this wheel was built without jaxlib, so it has no eaves.jax; install jaxlib and build the wheel again"
     return f"{found['version']}, eaves.jax is built" if found["version"] else "not installed; eaves.jax is built"
 
 
@@ -124,7 +124,7 @@ def _trainer(name: str, trainer: dict[str, Any]) -> str:
     if trainer["version"] is None:
         return "not installed"
     if not trainer["is_known"]:
-        return f"{trainer['version']}, which eaves.{name} does not know"
+        return f"{trainer['version']}, which eaves.{name} does not support"
     return f"{trainer['version']}, active {'in this process' if trainer['is_active'] else INTEGRATIONS[name].turned_on}"
 
 
@@ -132,15 +132,17 @@ def text(report: dict[str, Any]) -> str:
     """The report as readable lines."""
     ours, of_torch = report["extension"], report["torch"]
     cuda = ours["cuda"]
-    threads = f", torch uses {of_torch['threads']}" if of_torch else ""
+    threads = f", torch uses {of_torch['threads']} threads" if of_torch else ""
+    level = ours["cpu"]["level"]
+    vectors = f"AVX-512 ({level})" if level.startswith("AVX3") else level  # AVX3 is Highway's name
     lines = [
         ("eaves", f"{ours['version']} (commit {ours['commit']}, {ours['compiler']})"),
         ("backends", ", ".join(ours["backends"])),
         ("torch", _torch(report)),
         ("jax", _jax(report["jax"])),
         ("python", report["python"]),
-        ("CPU", f"{ours['cpu']['name']}, vectors {ours['cpu']['level']}{threads}"),
-        ("products", f"of matrices on the CPU: {ours['cpu']['matrix_products']}"),
+        ("CPU", f"{ours['cpu']['name']}, vectors {vectors}{threads}"),
+        ("matmul", f"on the CPU: {ours['cpu']['matrix_products']}"),
     ]
     for name, trainer in report["trainers"].items():
         lines.append((name, _trainer(name, trainer)))

@@ -43,7 +43,7 @@ class Integration:
     @property
     def turned_on(self) -> str:
         """The words behind "active" that say when a process calls eaves."""
-        return f"where eaves.{self.library}.install() was called"
+        return f"after eaves.{self.library}.install()"
 
     def is_active(self) -> bool:
         """Whether this process calls eaves."""
@@ -56,7 +56,7 @@ class Integration:
             raise ImportError(f"eaves.{self.library} needs {self.package} {expected}, which is not installed")
         if not self.is_known():
             raise RuntimeError(
-                f"eaves.{self.library}: this is {self.package} {found}, expected {expected}: nothing is replaced"
+                f"eaves.{self.library}: {self.package} has version {found}, expected {expected}; nothing was replaced"
             )
 
 
@@ -136,9 +136,9 @@ class Replacement(Integration):
             if not self._is_everywhere(ours):
                 self._exchange(ours, before)
                 raise RuntimeError(
-                    f"eaves.{self.library}: somebody else has replaced "
+                    f"eaves.{self.library}: other code has already replaced "
                     + " or ".join(f"{module}.{name}" for places in self._functions for module, name in places)
-                    + ": nothing is replaced"
+                    + "; nothing was replaced"
                 )
             installed = Installed(self, ours)
             self._installed.append(installed)
@@ -275,11 +275,11 @@ INTEGRATIONS: dict[str, Integration] = {
         Module(
             "automodel",
             ("0.7",),
-            "where the configuration names eaves.automodel.LinearCrossEntropy",
+            "if the configuration names eaves.automodel.LinearCrossEntropy",
             package="nemo-automodel",
         ),
-        Module("axolotl", ("0.19", "0.20", "0.21"), "where the configuration names eaves.axolotl.EavesPlugin"),
-        Module("fla", ("0.6",), "where eaves.fla was imported", package="fla-core"),
+        Module("axolotl", ("0.19", "0.20", "0.21"), "if the configuration names eaves.axolotl.EavesPlugin"),
+        Module("fla", ("0.6",), "after import eaves.fla", package="fla-core"),
         Replacement(
             "hf",
             ("4.57", "5"),
@@ -302,7 +302,7 @@ INTEGRATIONS: dict[str, Integration] = {
             (("liger_kernel.ops", "LigerFusedLinearScaledCrossEntropyFunction"),),  # from 0.8.2 on
             package="liger-kernel",
         ),
-        Module("lm_eval", ("0.4.13",), "where the model is an eaves.lm_eval.HFLM", package="lm-eval"),
+        Module("lm_eval", ("0.4.13",), "if the model is an eaves.lm_eval.HFLM", package="lm-eval"),
         Replacement(
             "megatron",
             ("0.18", "0.19"),
@@ -325,7 +325,7 @@ INTEGRATIONS: dict[str, Integration] = {
         Module(
             "sentence_transformers",
             ("6.0", "6.1", "6.2"),
-            "where the loss is an eaves.sentence_transformers.MultipleNegativesRankingLoss",
+            "if the loss is an eaves.sentence_transformers.MultipleNegativesRankingLoss",
             package="sentence-transformers",
         ),
         Replacement(
@@ -334,7 +334,7 @@ INTEGRATIONS: dict[str, Integration] = {
             (("skyrl.backends.skyrl_train.distributed.megatron.model_utils", "_fused_lm_head_logprob_apply"),),
         ),
         Replacement("torch", ("2.13", "2.14", "2.15"), (("torch.nn.functional", "linear_cross_entropy"),)),
-        Module("torchtitan", ("0.3",), "where the configuration names eaves.torchtitan.fused_loss"),
+        Module("torchtitan", ("0.3",), "if the configuration names eaves.torchtitan.fused_loss"),
         Replacement("trl", _TRL),
         Replacement("verl", ("0.9",), (("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"),)),
     )

@@ -97,7 +97,7 @@ class LinearCrossEntropy(Counted, _base.LinearCrossEntropy):  # type: ignore[mis
         """
         if self.reduction != "sum" and not (num_label_tokens is None and loss_weights is None):
             raise ValueError(
-                f"eaves.automodel: num_label_tokens and loss_weights need reduction 'sum', and it is {self.reduction!r}"
+                f"eaves.automodel: reduction is {self.reduction!r}, but num_label_tokens and loss_weights need 'sum'"
             )
         if labels.dim() == 1 and hidden_states.dim() == 3 and len(hidden_states) == 1:
             hidden_states = hidden_states.squeeze(0)

@@ -77,7 +77,7 @@ class EavesPlugin(_BasePlugin):  # type: ignore[misc] # of any type
         if trainer.compute_loss_func is not None or owner.__module__ not in _CALL_THE_MODEL:
             warnings.warn(
                 f"eaves.axolotl: this trainer computes its loss in {owner.__module__}.{owner.__qualname__}, or in a "
-                "compute_loss_func: it may not call eaves",
+                "compute_loss_func, which may not call eaves",
                 stacklevel=2,
             )
             return

@@ -57,7 +57,7 @@ def install() -> contextlib.AbstractContextManager[Any]:
         RuntimeError: FLA_DISABLE_BACKEND_DISPATCH=1 is in the environment.
     """
     if inspect.unwrap(_of_head.fused_linear_cross_entropy_fwd) is _of_head.fused_linear_cross_entropy_fwd:
-        raise RuntimeError(f"{_OP}: FLA calls no backends (FLA_DISABLE_BACKEND_DISPATCH=1): nothing is replaced")
+        raise RuntimeError(f"{_OP}: FLA calls no backends (FLA_DISABLE_BACKEND_DISPATCH=1); nothing was replaced")
     _Eaves.is_installed = True
     block = contextlib.ExitStack()
     block.callback(uninstall)
@@ -125,7 +125,9 @@ def _check_head(*arguments: Any, **keywords: Any) -> None:
     call = _HeadCall(*arguments, **keywords)
     _check(call.label_smoothing, call.logit_scale, call.logit_softcapping, 0, call.x, call.weight)
     if call.use_l2warp:
-        raise NotImplementedError(f"{_OP}: use_l2warp is True, expected False: eaves has no such penalty")
+        raise NotImplementedError(
+            f"{_OP}: use_l2warp is True, expected False, because eaves does not have this penalty"
+        )
     if call.reduction not in ("mean", "sum"):
         raise ValueError(f'{_OP}: reduction is {call.reduction!r}, expected "mean" or "sum"')
 

@@ -68,8 +68,8 @@ def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep
     installed = replacement.install(make)
     if not replacement.is_active():
         warnings.warn(
-            "eaves.liger: Liger computes the loss of logits with another kernel, which set_impl or the environment "
-            "(LIGER_KERNEL_IMPL_CROSS_ENTROPY, LIGER_KERNEL_BACKEND) chooses: it does not reach eaves",
+            "eaves.liger: Liger computes the loss of logits with another kernel, chosen by set_impl or the environment "
+            "(LIGER_KERNEL_IMPL_CROSS_ENTROPY, LIGER_KERNEL_BACKEND), so the call does not reach eaves",
             stacklevel=2,
         )
     return installed
@@ -83,7 +83,9 @@ def _stand_in(their: Any, arguments: type[Any], function: Any) -> SimpleNamespac
     names = [name.lstrip("_") for name in inspect.signature(getattr(their, "forward", their.apply)).parameters]
     names = [name for name in names if name != "ctx"]
     if tuple(names) != arguments._fields[: len(names)]:
-        raise RuntimeError(f"eaves.liger: {their.__name__} takes {', '.join(names)}: nothing is replaced")
+        raise RuntimeError(
+            f"eaves.liger: {their.__name__} takes {', '.join(names)}, which eaves does not know; nothing was replaced"
+        )
     outputs = 2 + ("return_token_accuracy" in names) + ("return_predicted_tokens" in names)
 
     def apply(*given: Any, **named: Any) -> Any:
@@ -201,7 +203,9 @@ def _outputs(call: Any, out: Any) -> tuple[Tensor | None, ...]:
 
 def _refuse_float64(accum_dtype: torch.dtype | None, input: Tensor) -> None:
     if accum_dtype == torch.float64 and input.dtype != torch.float64:
-        raise NotImplementedError(f"eaves.liger: accum_dtype is torch.float64, expected torch.float32 of {input.dtype}")
+        raise NotImplementedError(
+            f"eaves.liger: accum_dtype is torch.float64, expected torch.float32 for {input.dtype}"
+        )
 
 
 class _ScaledCall(NamedTuple):
@@ -289,7 +293,8 @@ def _distillation(options: dict[str, Any], call: _DistillationCall) -> Tensor | 
         raise NotImplementedError(
             f"eaves.liger: weight_soft_loss is {call.weight_soft_loss}, weight_hard_loss is {hard}, "
             f"return_soft_hard_loss is {call.return_soft_hard_loss}, and the teacher has {more} classes more than the "
-            "student; expected a weight_soft_loss, and with classes more neither of the others"
+            "student; expected a weight_soft_loss, and with further classes in the teacher neither weight_hard_loss "
+            "nor return_soft_hard_loss"
         )
     if more > 0:  # logits of 0, as Liger has them
         weight, bias = pad(weight, (0, 0, 0, more)), None if bias is None else pad(bias, (0, more))

@@ -153,7 +153,10 @@ def _head_of(hidden: Tensor, layer: Any, shared: Tensor | None, config: Any) -> 
             "computes with the others; leave it False"
         )
     if getattr(layer, "gtp_remat_size", 1) > 1:
-        raise NotImplementedError("eaves.megatron: this output layer gathers its weight for each call (gtp_remat)")
+        raise NotImplementedError(
+            "eaves.megatron: this output layer gathers its weight for each call (gtp_remat), "
+            "which eaves does not support"
+        )
     weight: Tensor = layer.weight if shared is None else shared
     ranks = layer.tp_group.size() if layer.tp_group is not None else 1
     found: dict[str, Any] = {

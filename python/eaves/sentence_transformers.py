@@ -46,7 +46,10 @@ class MultipleNegativesRankingLoss(Counted, _losses.MultipleNegativesRankingLoss
         needing = self._needing_all_scores()
         if needing or len(embeddings) < 2:
             if needing:
-                warnings.warn(f"eaves.sentence_transformers: {needing} needs all scores, which are kept", stacklevel=2)
+                warnings.warn(
+                    f"eaves.sentence_transformers: {needing} needs all scores, so the loss runs without eaves",
+                    stacklevel=2,
+                )
             loss: Tensor = super().compute_loss_from_embeddings(embeddings, labels)
             return loss
         if self.similarity_fct is not _util.dot_score:

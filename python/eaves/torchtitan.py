@@ -52,7 +52,7 @@ class FusedLoss(Counted, _losses.ChunkedLossWrapper):  # type: ignore[misc]
     def __init__(self, config: Any, *, compile_config: Any = None) -> None:
         super().__init__(config)
         if compile_config is not None and compile_config.enable and "loss" in compile_config.components:
-            _losses.logger.info("eaves.torchtitan: the loss is one operator, which torch.compile does not change")
+            _losses.logger.info("eaves.torchtitan: torch.compile does not change the loss, which is one operator")
         self._options = {name: getattr(config, name) for name in ("z_loss", "algorithm", "workspace_bytes")}
 
     def set_lm_head(self, lm_head: torch.nn.Module) -> None:

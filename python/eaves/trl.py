@@ -154,7 +154,7 @@ def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tenso
 def _refuse_zero3(weight: Tensor) -> None:
     if hasattr(weight, "ds_id"):
         raise NotImplementedError(
-            "eaves.trl: this head is in pieces (DeepSpeed's ZeRO-3), and would be read again after they are released; "
+            "eaves.trl: DeepSpeed's ZeRO-3 has this head in pieces and releases them before eaves reads them again; "
             "call eaves.trl.uninstall()"
         )
 

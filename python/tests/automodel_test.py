@@ -165,9 +165,7 @@ def test_an_unknown_option_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="impl"):
         LinearCrossEntropy(impl="cce")  # an option of FusedLinearCrossEntropy
     for options in ({"num_label_tokens": 3}, {"loss_weights": torch.ones(SHAPE)}):
-        with pytest.raises(
-            ValueError, match="num_label_tokens and loss_weights need reduction 'sum', and it is 'mean'"
-        ):
+        with pytest.raises(ValueError, match="reduction is 'mean', but num_label_tokens and loss_weights need 'sum'"):
             LinearCrossEntropy(reduction="mean")(*call, **options)
     with pytest.raises(ValueError, match=r"row_weight has shape \[9\]"):
         LinearCrossEntropy()(*call, loss_weights=torch.ones(9))
@@ -181,7 +179,7 @@ def test_info_says_whether_a_loss_is_alive() -> None:
     loss = copy.deepcopy(loss)
     assert is_active()
     del loss
-    name = "active where the configuration names eaves.automodel.LinearCrossEntropy"
+    name = "active if the configuration names eaves.automodel.LinearCrossEntropy"
     assert not is_active() and name in _info.text(_info.collect())
     with installed("0.8.0"), pytest.raises(RuntimeError, match=r"this is nemo-automodel 0.8.0, expected 0.7.x"):
         integration.check_version()

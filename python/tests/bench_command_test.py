@@ -48,7 +48,7 @@ def test_the_table_has_times_and_memory_of_each_implementation(
     assert main(monkeypatch, name, "--shape", SHAPES[name], *QUICK) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == f"{name}, {SHAPES[name]}, bf16; milliseconds"
-    assert lines[2].split() == ["forward", "backward", "step", "MiB", "x", "eaves"]
+    assert lines[2].split() == ["forward", "backward", "step", "MiB", "/", "eaves"]
     table = [line.split() for line in lines[3:6]]
     assert [line[0] for line in table] == ["eaves", "torch", "torch.compile"] and table[0][-1] == "1.00"
     assert all(float(number) >= 0 for line in table for number in line[1:])
@@ -57,7 +57,7 @@ def test_the_table_has_times_and_memory_of_each_implementation(
 def test_torch_compile_takes_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(monkeypatch, "logsumexp", "--shape", "rows=4,n=100", *QUICK) == 0
     out = capsys.readouterr().out
-    assert "\ntorch.compile" in out and "left out" not in out
+    assert "\ntorch.compile" in out and "skipped" not in out
 
 
 def test_who_fails_is_left_out_with_a_reason(
@@ -69,7 +69,7 @@ def test_who_fails_is_left_out_with_a_reason(
     monkeypatch.setattr(torch, "compile", lambda function, **options: fail)
     assert main(monkeypatch, "logsumexp", "--shape", "rows=4,n=100", *QUICK) == 0
     out = capsys.readouterr().out
-    assert "torch.compile is left out: there is no compiler\n" in out and "\ntorch  " in out
+    assert "torch.compile is skipped: there is no compiler\n" in out and "\ntorch  " in out
 
 
 @pytest.mark.parametrize("what", ["the inputs", "every step"])
@@ -85,14 +85,14 @@ def test_a_shape_that_does_not_fit_is_one_sentence_and_exit_code_1(
     assert main(monkeypatch, "logsumexp", "--shape", shape, *QUICK) == 1
     out, err = capsys.readouterr()
     assert err == f"eaves: logsumexp, {shape}: does not fit in memory\n"
-    assert ("torch.compile is left out: does not fit in memory\n" in out) == (what == "every step")
+    assert ("torch.compile is skipped: does not fit in memory\n" in out) == (what == "every step")
 
 
 def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     times = iter([(1.0, 1.0), (5.0, 1.0), (4.0, 1.0)])
     monkeypatch.setattr(_bench, "time_in_turns", lambda steps, *_: {"eaves": [*times]})
     assert main(monkeypatch, "logsumexp", "--shape", "rows=4,n=100", *QUICK) == 0
-    assert capsys.readouterr().out.endswith("unsteady, the machine is busy with something else: eaves\n")
+    assert capsys.readouterr().out.endswith("Other programs slowed down eaves. Measure again on a quiet machine.\n")
 
 
 def test_the_peak_is_what_is_alive_beside_what_was_there(device: torch.device) -> None:
@@ -124,13 +124,13 @@ def test_a_wrong_argument_is_one_sentence_and_exit_code_2(
     assert main(monkeypatch, *words) == 2
     out, err = capsys.readouterr()
     assert sentence in err and err.startswith("eaves bench: ") and err.count("\n") == 1 and out == ""
-    assert err.endswith("(eaves bench --help shows what is expected)\n")
+    assert err.endswith("(see eaves bench --help)\n")
 
 
 def test_without_a_gpu_cuda_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(monkeypatch, "logsumexp", "--shape", "rows=3,n=2", "--device", "cuda") == 2
-    assert "--device: is cuda, but PyTorch sees no GPU here, expected cpu" in capsys.readouterr().err
+    assert "--device: is cuda, but PyTorch finds no GPU; expected cpu" in capsys.readouterr().err
 
 
 def test_the_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,10 +68,10 @@ def test_a_process_that_dies_or_hangs_is_a_line_that_says_so() -> None:
     killed = []
     process = SimpleNamespace(join=lambda timeout: None, kill=lambda: killed.append(True), exitcode=-9)
     ours, theirs = multiprocessing.Pipe()
-    assert answer(process, ours, 0.01) == {"skipped": "took more than 0.01 s"} and killed
+    assert answer(process, ours, 0.01) == {"skipped": "it took more than 0.01 s"} and killed
     theirs.close()
     for is_turn in (False, True):
-        assert answer(process, ours, 0.01, is_turn) == {"skipped": "the process ended with exit code -9"}
+        assert answer(process, ours, 0.01, is_turn) == {"skipped": "its process ended with exit code -9"}
 
 
 def test_a_page_shows_the_lines_of_the_result_file(tmp_path: Path) -> None:
@@ -91,4 +91,4 @@ def test_arguments_that_are_wrong_are_named(capsys: pytest.CaptureFixture[str]) 
     assert main(["doors", "window"]) == 2
     assert 'there is no door "window", expected one of: trainer, liger' in capsys.readouterr().err
     assert main(["doors", "--steps", "0"]) == 2
-    assert "--steps: is 0, expected at least 1" in capsys.readouterr().err
+    assert "--steps: is 0, expected 1 or more" in capsys.readouterr().err

@@ -251,13 +251,13 @@ def test_a_provider_that_fails_gives_a_reason_and_the_others_go_on() -> None:
 @pytest.mark.parametrize(
     ("mode", "wrong", "what"),
     [
-        ("fwd", WRONG, "wrong result: out is off by"),
-        ("bwd", WRONG, "wrong result: out is off by"),
+        ("fwd", WRONG, "wrong result: out differs from eaves by"),
+        ("bwd", WRONG, "wrong result: out differs from eaves by"),
         ("bwd", provider("wrong", lambda x: x.detach().exp().sum(-1) + (x - x.detach()).sum(-1)),
-         "wrong result: gradient 0 is off by"),
-        ("fwd", provider("wrong", lambda x: exp_sum(x) * float("nan")), "wrong result: out is off by nan"),
-        ("fwd", provider("wrong", lambda x: exp_sum(x)[:, None]), "wrong result: out is [16, 1], of eaves [16]"),
-        ("fwd", provider("wrong", lambda x: (exp_sum(x) * 1.3).bfloat16()), "wrong result: out is off by"),
+         "wrong result: gradient 0 differs from eaves by"),
+        ("fwd", provider("wrong", lambda x: exp_sum(x) * float("nan")), "wrong result: out differs from eaves by nan"),
+        ("fwd", provider("wrong", lambda x: exp_sum(x)[:, None]), "wrong result: out has shape [16, 1]"),
+        ("fwd", provider("wrong", lambda x: (exp_sum(x) * 1.3).bfloat16()), "wrong result: out differs from eaves by"),
         ("bwd", provider("wrong", lambda x: exp_sum(x).bfloat16()), ""),  # the dtype differs, the values do not
     ],
 )  # fmt: skip
@@ -275,7 +275,7 @@ def test_a_gradient_with_only_its_largest_elements_is_a_wrong_result() -> None:
     wanted[:, 7] = -1
     assert verify.difference({"gradient 0": wanted * 1.05}, {"gradient 0": wanted}) == ""
     assert verify.difference({"gradient 0": wanted.where(wanted < 0, 0)}, {"gradient 0": wanted}) == (
-        "wrong result: gradient 0 is off by 4 from that of eaves in all, 8 in all"
+        "wrong result: gradient 0 differs from eaves by 4 in sum, its sum is 8"
     )
 
 

@@ -89,9 +89,9 @@ def test_rows_of_a_busy_machine_count_in_no_sentence_but_one() -> None:
 
     kept, busy = tables.summary(tables.tables(unsteady(2)))
     assert kept.startswith("toy, forward, 2 rows: eaves takes 2.00 times the limit. The best peer takes 1.50 times")
-    assert busy == "busy: 2 of 4 rows left out, which are unsteady"
+    assert busy == "Other programs slowed down 2 of 4 rows, which these sentences leave out."
     *_, busy, most = tables.summary(tables.tables(unsteady(3)))
-    assert busy.startswith("busy: 3 of 4 rows left out") and most == tables.MOST_ARE_BUSY
+    assert busy.startswith("Other programs slowed down 3 of 4 rows, ") and most == tables.MOST_ARE_BUSY
     assert tables.summary(tables.tables(unsteady(4))) == [busy.replace("3 of", "4 of"), most]
 
 
@@ -201,9 +201,10 @@ def test_a_run_that_would_lose_numbers_is_refused_before_anything_is_measured(
     before = path.read_bytes()
     assert main([*arguments, *argv], [toy(EAVES, PEER)]) == 2
     err = capsys.readouterr().err
-    assert "would lose 4 numbers, the last of peer at bwd fp32 {'dim': 16, 'n': 64}" in err and err.endswith(
-        "which this run does not measure, expected another folder or --replace\n"
+    assert (
+        "would lose 4 numbers that this run does not measure, the last of peer at bwd fp32 {'dim': 16, 'n': 64}" in err
     )
+    assert err.endswith("; expected another folder or --replace\n")
     assert path.read_bytes() == before
     assert main([*arguments, *argv, "--replace"], [toy(EAVES, PEER)]) == 0
     assert path.read_bytes() != before
@@ -215,7 +216,7 @@ def test_a_folder_of_another_device_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert main([*QUICK, "--results", str(tmp_path)], [toy(EAVES)]) == 2
     assert "holds results of NVIDIA H200, but this run is on" in capsys.readouterr().err
     put(tmp_path / DEVICE, TWO_LENGTHS, "accumulate", device="NVIDIA H100")
-    with pytest.raises(InvalidArgument, match="holds results of NVIDIA H200 and NVIDIA H100, expected a folder for"):
+    with pytest.raises(InvalidArgument, match="holds results of NVIDIA H200 and NVIDIA H100, expected one folder for"):
         page.draw(tmp_path / DEVICE, [toy(EAVES)])
 
 
@@ -233,7 +234,7 @@ def test_a_folder_of_another_device_is_refused(tmp_path: Path, capsys: pytest.Ca
 def test_a_file_that_is_no_result_is_refused_in_one_sentence(spoil: Any, tmp_path: Path) -> None:
     path = put(tmp_path, TWO_LENGTHS)
     path.write_text(spoil(json.loads(path.read_text())))
-    with pytest.raises(InvalidArgument, match="is no result file of this program: ") as raised:
+    with pytest.raises(InvalidArgument, match="is not a result file of this program: ") as raised:
         page.draw(tmp_path, [toy(EAVES)])
     assert str(raised.value).startswith(f'"{path}"') and "\n" not in str(raised.value)
 

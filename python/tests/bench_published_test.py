@@ -36,7 +36,7 @@ def page_of(folder: Path, *chosen: Document) -> str:
     return draw(chosen, folder)[0]
 
 
-# ------------------------------------------------------------------------------------------------------------ as stated
+# ----------------------------------------------------------------------------------------------------- published tables
 
 
 def test_fifty_tables_of_five_documents_are_stated() -> None:
@@ -110,7 +110,7 @@ def test_a_difference_is_one_line_with_its_cause_and_a_missing_number_is_said() 
     assert published.differences(DOCUMENTS["logsumexp"], memory, {"to": [109.0], "published to": [100.0]}) == []
 
 
-# ------------------------------------------------------------------------------------------------------------- measured
+# ------------------------------------------------------------------------------------------------------ measured tables
 
 NUMBERS = {"to": (1.0, 2.0), "fails": (3.0, 4.0), "tr": (5.0, 6.0)}
 TOY = Document(
@@ -167,7 +167,7 @@ def test_the_files_of_another_build_are_not_mixed_with_new_rows(
     path = tmp_path / DEVICE / "toy_accumulate.json"
     path.write_text(before := json.dumps(json.loads(path.read_text()) | {"commit": "another"}))
     assert main(command) == 2
-    assert "is of another build, device or package, expected another folder" in capsys.readouterr().err
+    assert "was written by another build, device or package; expected another folder" in capsys.readouterr().err
     assert path.read_text() == before
 
 
@@ -175,7 +175,7 @@ def test_on_the_same_card_the_published_columns_stand_behind(tmp_path: Path, mea
     (columns, *_) = published.columns_of(TOY, {"eaves": "eaves"}, [], "an EPYC or Xeon of 2 threads")
     assert columns == {"eaves": [None, None]} | {f"published {column}": NUMBERS[column] for column in NUMBERS}
     assert published.digits([None, 1.5, -1.0]) == ["-", "1.5", "-1.0"] and published.digits([None]) == ["-"]
-    with pytest.raises(InvalidArgument, match="has no result file by the protocol accumulate"):
+    with pytest.raises(InvalidArgument, match="has no result file of the protocol accumulate"):
         draw([TOY], tmp_path)
 
 

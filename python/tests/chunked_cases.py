@@ -264,7 +264,7 @@ OF_HEADS: list[Call] = [
     ({"hidden": None}, TypeError, r"hidden is a NoneType, expected a torch\.Tensor"),
     ({"hidden": torch.zeros(4, 3).long()}, ValueError, "hidden has dtype int64, expected a floating-point type"),
     ({"head": torch.zeros(5, 2)}, ValueError, r"head has shape \[5, 2\], expected \[classes, 3\]"),
-    ({"head": torch.zeros(5, 3).bfloat16()}, ValueError, "head has dtype bfloat16, expected that of hidden, float32"),
+    ({"head": torch.zeros(5, 3).bfloat16()}, ValueError, "head has dtype bfloat16, expected float32 .as hidden"),
     ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \[4\], expected \[5\] \(one per class of head"),
     ({"workspace_bytes": 0}, ValueError, "workspace_bytes is 0, expected a positive number of bytes"),
 ]

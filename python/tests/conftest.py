@@ -37,7 +37,7 @@ def require_gpus(count: int = 1) -> None:
     if found == 0:
         pytest.skip("no GPU")
     if found < count:
-        pytest.skip(f"{found} GPU, the test needs {count}")
+        pytest.skip(f"the test needs {count} GPUs, this machine has {found}")
 
 
 @pytest.fixture(params=["cpu", "cuda"])

@@ -183,7 +183,7 @@ def in_place_of(logits: Tensor, **options: Any) -> Any:
     return eaves.cross_entropy(logits, targets_of(logits.detach()), class_dim=-1, inplace_backward=True, **options)
 
 
-USED_AFTERWARDS = r"^cross_entropy: something that was computed from input after a call with inplace_backward"
+USED_AFTERWARDS = r"^cross_entropy: a tensor with a gradient was computed from input after a call with inplace_backward"
 
 
 @each("shape_of_call", [whole, in_rows])
@@ -291,7 +291,7 @@ def test_the_rest_of_a_tensor_may_be_used_after_a_slice_of_it_was_written_over(d
 
 def test_logits_can_be_given_again_after_a_call_in_place_that_was_refused(device: torch.device) -> None:
     if device.type != "cpu":
-        pytest.skip("a GPU is not waited for, and refuses no class")
+        pytest.skip("the host does not wait for a GPU, which refuses no class")
     leaf = random_tensor((9, 33), torch.float32, device).requires_grad_()
     logits = leaf * 1
     with pytest.raises(ValueError, match=r"^cross_entropy: target\[0\] is 99"):
@@ -349,7 +349,7 @@ def test_in_place_logits_that_are_negated_lazily_are_refused(device: torch.devic
 
 # How the test asks for a backward in place, and the error's message.
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"is_grads_batched": True}, NotImplementedError, "^cross_entropy: with inplace_backward no backward has a batch"),
+    ({"is_grads_batched": True}, NotImplementedError, "^cross_entropy: inplace_backward does not support a batch of"),
     ({"create_graph": True}, NotImplementedError, r"^cross_entropy: with inplace_backward .*create_graph"),
     ({"second": 1.0}, RuntimeError, r"(^cross_entropy: with inplace_backward there is one)|(modified by)"),
     ({"second": 2.0}, RuntimeError, r"(^cross_entropy: with inplace_backward there is one)|(modified by)"),
@@ -402,7 +402,9 @@ def test_padding_beside_logits_in_place_is_left_alone(device: torch.device) -> N
 def test_transforms_refuse_to_write_over_logits(device: torch.device) -> None:
     logits = random_tensor((9, 33), torch.float32, device)
     target = targets_of(logits)
-    with pytest.raises(NotImplementedError, match=r"^cross_entropy: inplace_backward does not go with torch\.vmap"):
+    with pytest.raises(
+        NotImplementedError, match=r"^cross_entropy: inplace_backward does not work inside of torch\.vmap"
+    ):
         torch.func.grad(lambda x: eaves.cross_entropy(x * 1, target, inplace_backward=True))(logits)
 
 

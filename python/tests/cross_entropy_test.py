@@ -188,7 +188,7 @@ def test_the_normalizer_divides_instead_of_the_rows(device: torch.device) -> Non
         torch.testing.assert_close(loss, total / 7)
 
 
-# ------------------------------------------------------------------------------------------------- the surface of torch
+# ---------------------------------------------------------------------------------------------- arguments as in PyTorch
 
 
 # shape of the logits, of the targets
@@ -318,7 +318,7 @@ def test_targets_out_of_range_are_nan_on_a_gpu(cuda: torch.device, monkeypatch: 
         eaves.cross_entropy(logits, target)
 
 
-# ---------------------------------------------------------------------------------------- what must not happen to input
+# -------------------------------------------------------------------------------------------------- protection of input
 
 
 def test_no_grad_and_inference_mode_give_results_without_a_graph(device: torch.device) -> None:

@@ -39,7 +39,7 @@ COUNTS = torch.tensor([True, False, True, True, True, False, True, True, True] *
 
 def loss_of(student: list[Any], teacher: list[Any], **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """As DistillationTrainer calls it: hidden states [1, N, D], heads and biases of both, and the rest by name."""
-    module = pytest.importorskip("trl.trainer.distillation_trainer", reason="from TRL 1.10 on")
+    module = pytest.importorskip("trl.trainer.distillation_trainer", reason="the trainer exists from TRL 1.10 on")
     chunk = {} if version("trl") >= "1.15" else {"chunk_size": 16}
     (hidden, head, bias), (teacher_hidden, teacher_head, teacher_bias) = student, teacher
     options.setdefault("completion_mask", COUNTS[: len(hidden)].to(hidden.device))

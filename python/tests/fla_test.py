@@ -320,7 +320,7 @@ def test_a_group_has_the_vocabulary_in_pieces(two_ranks: Ranks) -> None:
             assert_close(ours, exact.detach(), 1e-5)
 
 
-# ------------------------------------------------------------------------------------------- what FLA computes itself
+# ------------------------------------------------------------------------------------------- calls that stay with FLA
 
 
 class OfFla(Exception):
@@ -362,7 +362,7 @@ def test_fla_computes_what_is_on_another_device(of_fla: Callable[..., None]) -> 
         of_head.fused_linear_cross_entropy_fwd(head, torch.zeros(CLASSES, dtype=torch.int64, device="meta"), head)
 
 
-# ------------------------------------------------------------------------------------------------ what is replaced when
+# --------------------------------------------------------------------------------------------------------- installation
 
 
 def test_it_is_undone_by_uninstall_by_the_end_of_a_block_and_by_the_environment(
@@ -388,7 +388,7 @@ def test_it_is_undone_by_uninstall_by_the_end_of_a_block_and_by_the_environment(
     eaves.fla.install()
     monkeypatch.setenv("FLA_EAVES", "0")
     assert_active(False)
-    assert "where eaves.fla was imported" in integration.turned_on
+    assert "after import eaves.fla" in integration.turned_on
 
 
 def test_fla_without_backends_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +400,7 @@ def test_fla_without_backends_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_version_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "eaves.fla")
-    sentence = r"fla-core 0\.5\.2, expected 0\.6\.x: nothing is replaced"
+    sentence = r"fla-core has version 0\.5\.2, expected 0\.6\.x; nothing was replaced"
     with installed("0.5.2"), pytest.raises(RuntimeError, match=sentence):
         import_module("eaves.fla")
 

@@ -160,9 +160,9 @@ def test_a_model_with_a_device_map_keeps_its_head_on_one(name: str, is_patched_l
 
 def test_a_head_that_is_offloaded_is_refused_with_what_to_do() -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed")
-    said = r"weight of the head is on meta, because accelerate offloads it, .*device_map"
-    with pytest.raises(NotImplementedError, match=rf"^patch: the {said}"):
+    said = r"accelerate offloads the weight of the head, .*device_map"
+    with pytest.raises(NotImplementedError, match=rf"^patch: {said}"):
         eaves.hf.patch(accelerate.cpu_offload(tiny_model(), "cpu"))
     model = accelerate.cpu_offload(eaves.hf.patch(tiny_model()), "cpu")
-    with pytest.raises(NotImplementedError, match=rf"^eaves\.hf: the {said}"):
+    with pytest.raises(NotImplementedError, match=rf"^eaves\.hf: {said}"):
         model(**batch())

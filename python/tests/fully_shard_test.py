@@ -308,7 +308,7 @@ def test_heads_of_student_and_teacher_are_gathered(
     cpu_ranks.run(distilled, divergence, reduction, are_both, ranks=2)
 
 
-# ----------------------------------------------------------------------------------------------------------- the edges
+# ---------------------------------------------------------------------------------------------------------- edge cases
 
 
 def without_gradients(group: distributed.ProcessGroup) -> None:
@@ -334,12 +334,12 @@ def wrong(group: distributed.ProcessGroup) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match=r"target has shape \[5\], expected \[6\]"):
             eaves.linear_cross_entropy(hidden, model.head.weight, target[1:])
-        with pytest.raises(ValueError, match="group is a Shard, and fully_shard has cut the head"):
+        with pytest.raises(ValueError, match="group is a Shard, but fully_shard has cut the head"):
             shard = eaves.Shard(reduce_input_grad=False)
             eaves.linear_cross_entropy(hidden, model.head.weight, target, group=shard)
         with pytest.raises(ValueError, match=r"tokens has shape \[5\]"):
             eaves.linear_log_prob(hidden, model.head.weight, target[1:])
-    with pytest.raises(NotImplementedError, match=r"fully_shard .* does not go with torch\.vmap"):
+    with pytest.raises(NotImplementedError, match=r"fully_shard .* does not work inside of torch\.vmap"):
         torch.vmap(lambda x: eaves.linear_cross_entropy(x, model.head.weight, target))(hidden[None])
     # A tensor computed from a parameter is no parameter: it would be taken for a piece of tensor parallelism.
     teacher = hidden.detach(), torch.ones(CLASSES, FEATURES)
@@ -350,7 +350,7 @@ def wrong(group: distributed.ProcessGroup) -> None:
             (eaves.linear_log_prob, target.unsqueeze(-1)),
             (eaves.linear_kl_div, *teacher),
         ):
-            with pytest.raises(NotImplementedError, match=r"over which fully_shard cuts .*pass the parameter itself"):
+            with pytest.raises(NotImplementedError, match=r"on a mesh of fully_shard, .*Pass the parameter itself"):
                 function(hidden, derived, *rest)
     loss = eaves.linear_cross_entropy(hidden, model.head.weight, target)
     loss.backward()
@@ -407,7 +407,10 @@ def where_it_cannot_be_told(group: distributed.ProcessGroup) -> None:
     hidden = model(x, target)
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(torch.distributed._composable_state, "_module_state_mapping")  # like a later PyTorch
-        with pytest.raises(NotImplementedError, match=r"pass the parameter itself, or linear_weight\.full_tensor\("):
+        with pytest.raises(
+            NotImplementedError,
+            match=r"Pass the parameter itself, or gather the tensor with linear_weight\.full_tensor\(",
+        ):
             eaves.linear_cross_entropy(hidden, model.head.weight, target)
     gathered = model.head.weight.full_tensor(grad_placements=[Partial("avg")])
     eaves.linear_cross_entropy(hidden, gathered, target).backward()

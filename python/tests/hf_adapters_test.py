@@ -271,7 +271,7 @@ def test_compiled_it_is_one_graph(fresh_compiler: None) -> None:
 def test_a_compiled_model_may_have_got_its_adapter_after_patch(fresh_compiler: None) -> None:
     model = adapted(eaves.hf.patch(tiny_model()), target_modules=["lm_head"])
     expected = adapted(tiny_model(), target_modules=["lm_head"])(**batch())
-    with pytest.raises(Exception, match=r"another than at patch: call patch again"):
+    with pytest.raises(Exception, match=r"replaced after patch; call patch again"):
         torch.compile(model, backend="eager", fullgraph=True)(**batch())
     output = torch.compile(model, backend="eager")(**batch())
     assert output.logits is None
@@ -285,7 +285,7 @@ def test_a_hook_that_looks_for_a_tensor_gets_one(module: str) -> None:
     model.get_base_model().get_submodule(module).register_forward_hook(hook)
     expected = step(model)
     eaves.hf.patch(model)
-    with pytest.warns(UserWarning, match=r"\(a hook of the head\): all of them are computed"):
+    with pytest.warns(UserWarning, match=r"\(a hook of the head\), so eaves computes all logits"):
         actual = step(model)
     assert_same_step(actual, expected, FLOAT32_TOLERANCE)
 
@@ -302,7 +302,7 @@ def test_distillation_reads_the_heads_of_adapters(name: str) -> None:
     torch.testing.assert_close(
         torch.nn.functional.linear(logits.hidden, logits.head.weight, logits.head.bias), expected
     )
-    with pytest.warns(UserWarning, match="all of them are computed"):
+    with pytest.warns(UserWarning, match="so eaves computes all logits"):
         assert torch.equal(logits.tensor("a test"), expected)
 
 
@@ -418,7 +418,7 @@ def test_an_adapter_that_fully_shard_has_cut_by_itself_gives_logits(process_grou
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     for module in ("lora_A", "lora_B"):
         fully_shard(model.get_base_model().lm_head.get_submodule(f"{module}.default"), mesh=mesh)
-    with pytest.warns(UserWarning, match="all of them are computed"):
+    with pytest.warns(UserWarning, match="so eaves computes all logits"):
         actual = step(model)
     gradients = {name: gradient.full_tensor() for name, gradient in actual.gradients.items()}
     assert_same_step(actual._replace(gradients=gradients), expected, FLOAT32_TOLERANCE)
@@ -440,6 +440,6 @@ def test_a_batch_of_several_adapters_gives_logits() -> None:
     options: dict[str, Any] = {}
     expected = step_of(lambda model: model)
     options["skip_logits"] = True
-    with pytest.warns(UserWarning, match=r"\(adapter_names\): all of them are computed"):
+    with pytest.warns(UserWarning, match=r"\(adapter_names\), so eaves computes all logits"):
         actual = step_of(eaves.hf.patch)
     assert_same_step(actual, expected, FLOAT32_TOLERANCE)

@@ -263,7 +263,9 @@ def test_factors_and_a_soft_cap_are_computed_without_logits(written: Callable[[A
 
 @pytest.mark.parametrize("written", [*UNKNOWN.values(), *IN_PLACE.values()], ids=[*UNKNOWN, *IN_PLACE])
 def test_whatever_else_is_done_to_logits_is_done_to_a_tensor_and_said(written: Callable[[Any], Any]) -> None:
-    with pytest.warns(UserWarning, match=r"uses the logits for more than the loss \(.+\): all of them are computed"):
+    with pytest.warns(
+        UserWarning, match=r"uses the logits for more than the loss \(.+\), so eaves computes all logits"
+    ):
         actual, expected, is_computed = deferred(written)
     torch.testing.assert_close(actual, expected, rtol=FLOAT32_TOLERANCE, atol=0, equal_nan=True)
     assert is_computed
@@ -276,7 +278,7 @@ def test_every_in_place_operator_of_a_tensor_is_one_here() -> None:
 
 
 def test_logits_made_of_others_that_were_written_to_are_refused() -> None:
-    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="were written to before"):
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="were overwritten before"):
         deferred(write_to_a_source)
 
 
@@ -338,7 +340,7 @@ def test_a_hook_that_looks_for_a_tensor_gets_one(register: Callable[[Any], Any])
         expected = step(model)
         assert distance(expected.gradients["model.norm.weight"], without.gradients["model.norm.weight"]) > 0.1
         eaves.hf.patch(model)
-        with pytest.warns(UserWarning, match=r"\(a hook of the head\): all of them are computed"):
+        with pytest.warns(UserWarning, match=r"\(a hook of the head\), so eaves computes all logits"):
             actual = step(model)
     finally:
         handle.remove()

@@ -196,7 +196,7 @@ def test_a_loss_that_asks_for_more_is_that_of_the_model(loss_of: Callable[[Any, 
     model = Model(transformers.BertConfig(**_BERT)).train()
     expected = step(model)
     eaves.hf.patch(model)
-    with pytest.warns(UserWarning, match=r"\(cross_entropy\): all of them are computed"):
+    with pytest.warns(UserWarning, match=r"\(cross_entropy\), so eaves computes all logits"):
         assert_same_step(step(model), expected, FLOAT32_TOLERANCE)
 
 

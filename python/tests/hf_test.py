@@ -181,7 +181,7 @@ def test_logits_that_had_to_be_computed_are_left_out_everywhere(is_changed: bool
         model.lm_head.register_forward_hook(lambda _, __, logits: logits.clamp(max=0.5))
     else:
         model.loss_function = lambda logits, labels, vocab_size, **_: logits.square().mean()
-    with pytest.warns(UserWarning, match=rf"\({reason}\): all of them are computed"):
+    with pytest.warns(UserWarning, match=rf"\({reason}\), so eaves computes all logits"):
         output = model(**batch())
         results = model(**batch(), return_dict=False)
     assert output.logits is None and output.loss > 0

@@ -64,7 +64,7 @@ def test_tests_run_every_version_of_the_table_and_no_other() -> None:
         assert run == set(integration.known), library
 
 
-@pytest.mark.skipif(not (ROOT / ".ci").exists(), reason="not a clone")
+@pytest.mark.skipif(not (ROOT / ".ci").exists(), reason="the tests do not run in a clone")
 def test_ci_runs_a_line_of_each_library() -> None:
     (command,) = re.findall(r"^tools/test_integrations ((?:.*\\\n)*.*)$", (ROOT / ".ci" / "run").read_text(), re.M)
     lines = command.replace("\\\n", " ").split()

@@ -262,7 +262,7 @@ def test_a_distributed_tensor_is_refused_with_what_to_do(op: Operator, process_g
             op.function(*tensors)
 
 
-# ----------------------------------------------------------------------------------- determinism, threads, other people
+# -------------------------------------------------------------------------------- determinism, threads, other libraries
 
 
 @each_operator()
@@ -378,7 +378,7 @@ def test_a_large_result_on_the_cpu_asks_for_huge_pages(op: Operator) -> None:
     # The test checks the request, because the system grants it only if its memory is not too fragmented.
     tensors = leaves(op, op.inputs(2**17, "cpu", torch.bfloat16))
     if not Path("/proc/self/smaps").exists() or not mapping_flags(tensors[0].data_ptr()):
-        pytest.skip("the system does not say what is asked of its memory")
+        pytest.skip("this system does not report advice about memory")
     out = op.function(*tensors)
     grads = torch.autograd.grad(out, differentiable(op, tensors), torch.ones_like(out))
     large = [grad for grad in grads if grad.numel() * grad.element_size() >= 2**22]

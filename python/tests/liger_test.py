@@ -280,7 +280,7 @@ def test_what_the_jsd_of_chunked_loss_refuses() -> None:
             chunked_loss.LigerFusedLinearJSDLoss(weight_soft_loss=0.0)(rows, head, rows, head, targets)
 
 
-# ----------------------------------------------------------------------------------------------------- what is replaced
+# --------------------------------------------------------------------------------------------------- replaced functions
 
 
 def test_every_module_that_imported_liger_s_functions_has_eaves() -> None:
@@ -336,7 +336,9 @@ def test_it_is_active_only_while_liger_calls_its_functions(monkeypatch: pytest.M
         assert eaves.liger.is_active() and reaches_eaves()
         backends.set_impl("another")
         assert not eaves.liger.is_active() and not reaches_eaves()
-        with pytest.warns(UserWarning, match=r"another kernel, which set_impl .*: it does not reach eaves"):
+        with pytest.warns(
+            UserWarning, match=r"another kernel, chosen by set_impl .*, so the call does not reach eaves"
+        ):
             eaves.liger.install()
         for name in ("triton", "nvidia-triton"):
             backends.set_impl(name)
@@ -362,16 +364,18 @@ def test_under_torch_compile_it_is_eaves_too() -> None:
 
 
 def test_an_unknown_version_or_argument_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    sentence = r"this is liger-kernel 0\.4\.0, expected 0\.6\.5\.x or .*: nothing is replaced"
+    sentence = r"liger-kernel has version 0\.4\.0, expected 0\.6\.5\.x or .*; nothing was replaced"
     with installed("0.4.0"), pytest.raises(RuntimeError, match=sentence):
         eaves.liger.install()
     theirs = getattr(functional, HEAD)
     monkeypatch.setattr(theirs, "forward", staticmethod(lambda ctx, _input, target, weight: None))
-    with pytest.raises(RuntimeError, match=f"eaves.liger: {HEAD} takes input, target, weight: nothing is replaced"):
+    with pytest.raises(RuntimeError, match=f"eaves.liger: {HEAD} takes input, target, weight, which eaves"):
         eaves.liger.install()
     monkeypatch.undo()
     monkeypatch.setattr(functional, HEAD, object())  # as with LIGER_KERNEL_IMPL
-    with pytest.raises(RuntimeError, match=f"somebody else has replaced .*functional.{HEAD}.*: nothing is replaced"):
+    with pytest.raises(
+        RuntimeError, match=f"other code has already replaced .*functional.{HEAD}.*; nothing was replaced"
+    ):
         eaves.liger.install()
     monkeypatch.undo()
     assert not eaves.liger.is_active() and getattr(functional, HEAD) is theirs

@@ -134,7 +134,7 @@ def assert_gradients(actual: Any, exact: Gradients, dtype: torch.dtype, what: st
         assert off <= allowed_share(dtype) * size + smallest, f"{name} {what}: off by {off / size:.3g} of {size:.3g}"
 
 
-# -------------------------------------------------------------------------------------------------- the whole library's
+# ------------------------------------------------------------------------------------------- cases of the whole library
 
 CLASSES, FEATURES = 37, 29
 

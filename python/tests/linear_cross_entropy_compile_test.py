@@ -104,13 +104,13 @@ OUTSIDE_OF_A_GRAPH = {
 def test_the_error_of_fullgraph_says_which_call_is_not_compiled_and_why(
     op: str, any_device: torch.device, fresh_compiler: None
 ) -> None:
-    reasons = {"linear_kl_div": "", "linear_cross_entropy": "grad_weight_out is written in the backward, so "}
+    reasons = {"linear_kl_div": "", "linear_cross_entropy": "grad_weight_out is written in the backward, and "}
     reason = reasons.get(op, "with several tokens or a temperature for each row ")
     call, given = OUTSIDE_OF_A_GRAPH[op], leaves(X.to(any_device), W.to(any_device))
     with pytest.raises(Exception) as caught:
         torch.compile(call, fullgraph=True, backend="aot_eager")(*given)
     first_lines = "\n".join(str(caught.value).splitlines()[:2])
-    assert f"{op}: {reason}it runs outside of the graph" in first_lines, str(caught.value)
+    assert f"{op}: {reason}this operator runs outside of the graph" in first_lines, str(caught.value)
     # Without fullgraph=True the caller is compiled around the call.
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda x, w: call(x.sin(), w).cos().sum() * 2, backend=counter)

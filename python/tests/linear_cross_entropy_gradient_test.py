@@ -45,7 +45,7 @@ def test_finite_differences_agree(device: torch.device) -> None:
         assert torch.autograd.gradcheck(function, given, check_batched_grad=True)
 
 
-# ---------------------------------------------------------------------------------------------- what is computed for it
+# --------------------------------------------------------------------------------------------------- work of a backward
 
 
 def products_of(calls: list[tuple[str, tuple[Any, ...], list[Tensor]]]) -> tuple[list[int], list[tuple[int, ...]]]:
@@ -208,7 +208,7 @@ def test_a_second_derivative_is_refused_on_both_ways(device: torch.device) -> No
             torch.autograd.grad(sum(grad.sum() for grad in grads), given)
 
 
-# -------------------------------------------------------------------------------------------- where the weight's goes
+# ---------------------------------------------------------------------------------------------- the weight's gradient
 
 
 @each("algorithm", [*ALGORITHMS, "auto"])

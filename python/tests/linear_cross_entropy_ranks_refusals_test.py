@@ -58,15 +58,20 @@ WRONG: list[tuple[int, dict[str, Any], str, str]] = [
     (3, {"unknown": 1}, "TypeError", "got an unexpected keyword argument 'unknown'"),
     (0, {"reduction": "\U0001f600" * 300}, "ValueError", "reduction is '"),
     (2, {"linear_bias": torch.zeros(10).double()}, "ValueError", "differ in the dtype of linear_bias"),
-    (-1, {"classes": 41}, "ValueError", "the ranks' shards have 40 classes, expected 41"),
+    (-1, {"classes": 41}, "ValueError", "the ranks' shards have 40 classes in all, expected 41"),
     (-1, {"first_class": 0}, "ValueError", r"begin with the classes \[0, 0, 0, 0\] and have \[10, 10, 10, 10\]"),
     (-1, {"target": torch.full((24,), 40)}, "ValueError", r"target\[0\] is 40, expected 0 to 39, or ignore_index -100"),
     # FSDP's pieces of a head give this error: each rank has a batch of its own.
     (2, {"target": torch.arange(24).flip(0)}, "ValueError", "a group shares one head, and each rank has all rows"),
     (1, {"target": torch.ones(24, 10).double()}, "ValueError", "the kind of target: classes and probabilities"),
     (1, {"linear_weight": torch.zeros(10, 8).double()}, "ValueError", r"linear_weight has shape \[10, 8\]"),
-    (-1, {"sequence_parallel": True, "reduce_input_grad": False}, "ValueError", "expected reduce_input_grad=True"),
-    (-1, {"reduce_dtype": torch.float64, "reduce_input_grad": False}, "ValueError", "says how parts are added up"),
+    (-1, {"sequence_parallel": True, "reduce_input_grad": False}, "ValueError", "reduce_input_grad is False"),
+    (
+        -1,
+        {"reduce_dtype": torch.float64, "reduce_input_grad": False},
+        "ValueError",
+        "reduce_input_grad=False adds up nothing",
+    ),
 ]
 
 
@@ -111,7 +116,7 @@ def used_wrongly(group: distributed.ProcessGroup, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "kind", "message"),
     [
-        ("vmap", "NotImplementedError", "does not go with torch.vmap"),
+        ("vmap", "NotImplementedError", "does not work inside of torch.vmap"),
         ("tokens", "ValueError", "tokens has shape [6, 1], expected [24] or [24, K]"),
         ("unknown", "TypeError", "got an unexpected keyword argument 'unknown'"),
         ("operator", "ValueError", "differ in the operator: linear_cross_entropy and cross_entropy"),

@@ -258,14 +258,14 @@ def test_the_head_may_be_a_torch_linear(device: torch.device) -> None:
         def forward(self, input: Tensor) -> Tensor:
             return 2 * super().forward(input)
 
-    with pytest.raises(TypeError, match=r"linear_weight is a Scaled with hooks, or a forward of its own"):
+    with pytest.raises(TypeError, match=r"linear_weight is a Scaled with hooks or a forward of its own"):
         eaves.linear_cross_entropy(x, Scaled(24, 33, device=device), target)
     hooked, watched, replaced = (torch.nn.Linear(24, 33, device=device) for _ in range(3))
     hooked.register_forward_pre_hook(lambda module, inputs: None)
     watched.register_full_backward_hook(lambda module, grad_input, grad_output: None)
     replaced.forward = lambda input: input  # type: ignore[method-assign]
     for changed in (hooked, watched, replaced):
-        with pytest.raises(TypeError, match=r"linear_weight is a Linear with hooks, or a forward of its own"):
+        with pytest.raises(TypeError, match=r"linear_weight is a Linear with hooks or a forward of its own"):
             eaves.linear_cross_entropy(x, changed, target)
 
 
@@ -341,7 +341,7 @@ def test_under_autocast_a_second_derivative_of_the_head_is_refused_and_not_lost(
             torch.autograd.grad(grad.sum(), leaf)
 
 
-# ----------------------------------------------------------------------------------- rules that the core has too
+# ----------------------------------------------------------------------------------------------- argument checks
 
 
 def test_arguments_are_those_of_the_extension() -> None:

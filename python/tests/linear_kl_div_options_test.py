@@ -145,7 +145,7 @@ def test_rows_that_do_not_count_may_hold_anything(skip_ignored: bool, reduction:
         assert_agree(mine, theirs)
 
 
-# ----------------------------------------------------------------------------------------------------- a given teacher
+# --------------------------------------------------------------------------------------------- teachers without a head
 
 
 @each("divergence", DIVERGENCES)

@@ -137,7 +137,7 @@ def test_beta_belongs_to_the_teacher(device: torch.device) -> None:
     torch.testing.assert_close(near_1 / 1e-7, kls["reverse"], rtol=1e-5, atol=0)
 
 
-# ----------------------------------------------------------------------------------------------- rows that do not count
+# --------------------------------------------------------------------------------------------------------- ignored rows
 
 
 @each("divergence", DIVERGENCES)
@@ -276,7 +276,7 @@ def test_a_nan_stays_one(place: int, divergence: str, device: torch.device) -> N
         assert found[0].isnan()
 
 
-# ------------------------------------------------------------------------------------------------ tensors, as they come
+# --------------------------------------------------------------------------------------------------- layouts of tensors
 
 
 def test_any_layout_gives_the_same(device: torch.device) -> None:

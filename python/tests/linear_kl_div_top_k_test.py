@@ -70,7 +70,7 @@ def divergence_of_tokens(log_s: Tensor, log_t: Tensor, divergence: str) -> Tenso
 @each("divergence", DIVERGENCES)
 def test_a_top_k_is_its_formula(divergence: str, rest: str) -> None:
     if (divergence, rest) == ("reverse", "zero"):
-        pytest.skip("infinite, and refused")
+        pytest.skip("this divergence is infinite, so the call is refused")
     device = torch.device("cpu")
     student, teacher = given_tensors(device)
     tokens, log_probs = top_k_of(logits_of(*teacher), 6)

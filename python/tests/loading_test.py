@@ -18,7 +18,7 @@ def test_a_torch_that_is_too_old_is_refused_with_both_versions(version: str, mon
     with pytest.raises(ImportError) as caught:
         _library._load()
     message = str(caught.value)
-    assert f"PyTorch {_library.TORCH_TARGET} or newer" in message and f"this is {version}" in message
+    assert f"PyTorch {_library.TORCH_TARGET} or newer" in message and f"but {version} is installed" in message
 
 
 @pytest.mark.parametrize("version", [_library.TORCH_TARGET + ".0", "2.110.0a0+git1234567", "3.0.0"])
@@ -30,9 +30,9 @@ def test_the_oldest_torch_and_every_newer_one_are_accepted(version: str, monkeyp
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        pytest.param(None, "is not there", id="absent"),
-        pytest.param(b"no library at all " * 100, "does not load: .*invalid ELF header", id="text"),
-        pytest.param(b"\x7fELF", "does not load: .*too short", id="cut short"),
+        pytest.param(None, "is missing, because", id="absent"),
+        pytest.param(b"no library at all " * 100, "cannot be loaded: .*invalid ELF header", id="text"),
+        pytest.param(b"\x7fELF", "cannot be loaded: .*too short", id="cut short"),
     ],
 )
 def test_an_extension_that_does_not_load_is_named_with_the_reason(

@@ -27,8 +27,8 @@ OF_BOTH: list[Call] = [
     ({"temperature": torch.ones(3)}, ValueError, r"temperature has shape \[3\], expected \[4\] \(one per row of"),
     ({"temperature": torch.ones(4).long()}, ValueError, "temperature has dtype int64, expected a floating-point type"),
     ({"temperature": torch.ones(4).to("meta")}, ValueError, "temperature is on meta, expected (cpu|cuda)"),
-    ({"temperature": torch.ones(4, requires_grad=True)}, NotImplementedError, "no derivative with respect to temperat"),
-    ({"temperature": 0}, ValueError, "temperature is 0, expected a positive number that float32 has"),
+    ({"temperature": torch.ones(4, requires_grad=True)}, NotImplementedError, "temperature requires a gradient"),
+    ({"temperature": 0}, ValueError, "temperature is 0, expected a positive number .*float32"),
     ({"temperature": "1"}, TypeError, "temperature is '1', expected a positive number"),
     ({"softcap": -1.0}, ValueError, r"softcap is -1\.0, expected a positive number"),
     *(({name: "2", "temperature": temperature}, TypeError, f"{name} is '2', expected a positive number")
@@ -56,15 +56,15 @@ OF_ANY_HEAD: list[Call] = [
     ({"hidden": X[0, 0]}, ValueError, "hidden has no axes"),
     ({"hidden": None, "temperature": torch.ones(4)}, TypeError, r"hidden is a NoneType, expected a torch\.Tensor"),
     ({"head": None}, TypeError, r"head is a NoneType, expected a torch\.Tensor"),
-    ({"head": Doubled(3, 5)}, TypeError, r"head is a Doubled with hooks, or a forward of its own, expected"),
+    ({"head": Doubled(3, 5)}, TypeError, r"head is a Doubled with hooks or a forward of its own, expected"),
     ({"head": torch.nn.Linear(3, 5), "bias": torch.zeros(5)}, ValueError,
      r"head is a torch\.nn\.Linear with a bias; leave bias out"),
     ({"algorithm": "input"}, ValueError, "algorithm is 'input', expected"),
     ({"tokens": SEVERAL, "algorithm": "speed"}, NotImplementedError,
-     'algorithm is "speed", which takes one token for each row and a num'),
+     'algorithm is "speed", which needs one token for each row and a num'),
     ({"skip_ignored": 1}, TypeError, "skip_ignored is 1, expected a bool"),
     ({"grad_weight_dtype": torch.int8}, ValueError, "grad_weight_dtype is int8, expected float32"),
-    ({"grad_weight_out": torch.zeros(5, 2)}, ValueError, r"grad_weight_out has shape \[5, 2\], .*that of head"),
+    ({"grad_weight_out": torch.zeros(5, 2)}, ValueError, r"grad_weight_out has shape \[5, 2\], .*as head"),
 ]  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def test_on_the_cpu_values_that_are_none_are_refused(value: float) -> None:
     for function, tensors in ((eaves.log_prob, (torch.zeros(2, 3, 5),)),
                               (eaves.linear_log_prob, (torch.zeros(2, 3, 4), torch.zeros(5, 4)))):  # fmt: skip
         tokens = torch.zeros(2, 3, 4, dtype=torch.int64)
-        sentence = rf"temperature\[1, 2\] is {value}, expected a positive number that float32 has"
+        sentence = rf"temperature\[1, 2\] is {value}, expected a positive number .*float32"
         assert_refused_by(function, function.__name__, ValueError, sentence, *tensors, tokens, temperature=temperature)
         tokens[1, 0, 3] = 5 if value else -1
         sentence = rf"tokens\[1, 0, 3\] is {tokens[1, 0, 3]}, expected 0 to 4, or ignore_index -100"

@@ -136,7 +136,7 @@ def test_a_linear_module_is_a_head_with_its_bias(device: torch.device) -> None:
     assert torch.equal(eaves.linear_log_prob(hidden, linear, tokens, bias=bias), expected)
 
 
-# ------------------------------------------------------------------------------------------------------------ the edges
+# ----------------------------------------------------------------------------------------------------------- edge cases
 
 
 def test_the_entropy_of_an_ignored_row_is_0_and_has_no_gradient(device: torch.device) -> None:
@@ -267,7 +267,7 @@ def test_outputs_compile_in_the_order_of_their_names(any_device: torch.device, f
     assert all(map(torch.equal, found, expected))
 
 
-# ------------------------------------------------------------------------------------------ what the losses are given
+# -------------------------------------------------------------------------------------------- arguments of the losses
 
 
 def given_to(monkeypatch: pytest.MonkeyPatch, loss: str, call: Callable[[], object]) -> dict[str, Any]:

@@ -166,12 +166,12 @@ def test_temperatures_may_lack_axes_of_the_rows_and_have_any_dtype(
         found, expected = (function(*tensors, tokens, temperature=each) for each in (temperature, of_rows))
         assert torch.equal(found, expected)
         for wrong in ((3,), (2, 1), (4, 3, 1)):
-            sentence = rf"temperature has shape \[{wrong[0]}.*\], expected \[4, 3\] .*, or the first of these axes"
+            sentence = rf"temperature has shape \[{wrong[0]}.*\], expected \[4, 3\] .*, or its first axes"
             given = {"tokens": tokens, "temperature": torch.ones(wrong, device=device)}
             assert_refused_by(function, function.__name__, ValueError, sentence, *tensors, **given)
 
 
-# ------------------------------------------------------------------------------------------------------------ the edges
+# ----------------------------------------------------------------------------------------------------------- edge cases
 
 
 @each("has_temperatures", (False, True))

@@ -51,7 +51,7 @@ def test_the_version_is_that_of_the_installed_package() -> None:
     assert eaves.__version__ == version("eaves")
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or platform.machine() != "x86_64", reason="no oneDNN for it")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or platform.machine() != "x86_64", reason="not glibc, x86-64")
 def test_the_wheel_brings_onednn() -> None:
     assert extension()["cpu"]["matrix_products"].startswith("oneDNN 3.2.0")  # the version that tools/setup installs
 

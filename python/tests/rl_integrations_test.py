@@ -164,7 +164,7 @@ def without_a_graph_and_of_a_padded_piece(group: distributed.ProcessGroup, libra
         assert not found.requires_grad and found.dtype == torch.float32
         exact = by_the_formula((hidden.double() @ head.detach().double().T).transpose(0, 1), tokens)
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
-        with pytest.raises(NotImplementedError, match=rf"{library}: the classes of this rank are 0 to 39, .* 40"):
+        with pytest.raises(NotImplementedError, match=rf"{library}: this rank has 39 classes, .* 40 rows"):
             call(39)
 
 
@@ -249,7 +249,7 @@ def test_prime_rl_ignores_rows_and_takes_options(monkeypatch: pytest.MonkeyPatch
     assert given[1]["softcap"] == 3.0 and "algorithm" not in given[1]
 
 
-# ---------------------------------------------------------------------------------------------------- what is replaced
+# -------------------------------------------------------------------------------------------------- replaced functions
 
 
 @each("library", tuple(LIBRARIES))
@@ -266,7 +266,7 @@ def test_install_is_undone_and_an_unknown_version_refused(library: str) -> None:
         assert functions_of(library) == theirs and not module.is_active()
         with pytest.raises(ValueError):
             module.install(workspace_bytes=0)
-        unknown = rf"{library}: this is .* 99\.0, expected .*: nothing is replaced"
+        unknown = rf"{library}: .* has version 99\.0, expected .*; nothing was replaced"
         with installed("99.0"), pytest.raises(RuntimeError, match=unknown):
             module.install()
         assert functions_of(library) == theirs

@@ -15,7 +15,7 @@ from pairwise import pairwise
 
 F = torch.nn.functional
 # With a PyTorch that has the function and that eaves.torch does not know, these tests fail in the words of install().
-pytestmark = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="a PyTorch without linear_cross_entropy")
+pytestmark = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this PyTorch lacks the function")
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +139,6 @@ def test_compiled_modules_call_eaves() -> None:
 
 
 def test_another_pytorch_is_refused() -> None:
-    sentence = r"eaves\.torch: this is torch 2\.99\.0, expected 2\.13\.x or .*: nothing is replaced"
+    sentence = r"eaves\.torch: torch has version 2\.99\.0, expected 2\.13\.x or .*; nothing was replaced"
     with installed("2.99.0"), pytest.raises(RuntimeError, match=sentence):
         eaves.torch.install()

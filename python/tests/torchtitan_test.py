@@ -154,7 +154,7 @@ def test_the_head_is_as_it_was_behind_a_call_and_an_error() -> None:
     assert vars(head)["forward"] is replaced
 
 
-# ---------------------------------------------------------------------------------------------------------- the line
+# ------------------------------------------------------------------------------------------------- the configuration
 
 
 def test_the_recipe_puts_the_loss_into_the_configuration() -> None:
@@ -203,7 +203,7 @@ def test_info_says_whether_a_loss_is_alive() -> None:
     loss = copy.deepcopy(loss)
     assert is_active()
     del loss
-    assert not is_active() and f"active where the configuration names {LINE}" in _info.text(_info.collect())
+    assert not is_active() and f"active if the configuration names {LINE}" in _info.text(_info.collect())
     with installed("0.4.0"), pytest.raises(RuntimeError, match=r"this is torchtitan 0.4.0, expected 0.3.x"):
         integration.check_version()
 

@@ -213,7 +213,7 @@ def test_a_trainer_of_trl_takes_the_same_steps(make: Any, tmp_path: Path, monkey
                 assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-4, nan_ok=True), f"{name} {lora}"
 
 
-# ------------------------------------------------------------------------------------------------ what is replaced when
+# --------------------------------------------------------------------------------------------------------- installation
 
 
 def theirs() -> Any:
@@ -252,7 +252,7 @@ def test_what_somebody_else_has_replaced_is_left_and_told(
     setattr(module, name, other)
     try:
         assert not eaves.trl.is_active()
-        with pytest.raises(RuntimeError, match=r"somebody else has replaced .*_ChunkedLogProbFunction"):
+        with pytest.raises(RuntimeError, match=r"other code has already replaced .*_ChunkedLogProbFunction"):
             eaves.trl.install()
         eaves.trl.uninstall()
         assert getattr(module, name) is other
@@ -333,7 +333,7 @@ def test_trl_takes_the_options_that_install_is_given(monkeypatch: pytest.MonkeyP
 @each("found", ("trl 99.0", "verl 99.0", "trl 1.160", "verl 0.90.1"))
 def test_a_version_that_is_not_known_is_refused(found: str) -> None:
     name, version = found.split()
-    module, sentence = getattr(eaves, name), rf"eaves\.{name}: this is {found}, expected .*: nothing is replaced"
+    module, sentence = getattr(eaves, name), rf"eaves\.{name}: {name} has version {version}, expected .*; nothing was"
     with installed(version), pytest.raises(RuntimeError, match=sentence):
         module.install()
     assert not module.is_active()

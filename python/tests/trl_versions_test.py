@@ -110,7 +110,7 @@ def of_sft(module: Any, options: dict[str, Any]) -> Any:
 def test_the_loss_of_sft_up_to_1_14(dtype: torch.dtype, device: torch.device) -> None:
     module = pytest.importorskip("trl.trainer.sft_trainer")
     if not hasattr(module, "_chunked_cross_entropy_loss"):
-        pytest.skip("this TRL takes log-probabilities")
+        pytest.skip("this TRL takes log-probabilities, not logits")
     for has_bias, softcap, scale, number, is_shifted, is_ignored in pairwise(
         (False, True), (None, 3.0), (1.0, 0.25), (None, 7, torch.tensor(7)), (False, True), (False, True)
     ):
@@ -138,7 +138,7 @@ def test_the_loss_of_sft_up_to_1_14(dtype: torch.dtype, device: torch.device) ->
 def test_what_the_loss_of_sft_refuses(name: str) -> None:
     module = pytest.importorskip("trl.trainer.sft_trainer")
     if not hasattr(module, "_chunked_cross_entropy_loss"):
-        pytest.skip("this TRL takes log-probabilities")
+        pytest.skip("this TRL takes log-probabilities, not logits")
     hidden, head, labels = rows_and_head((2, 5), 33, torch.float32, torch.device("cpu"))
     with eaves.trl.install():
         if name == "labels":

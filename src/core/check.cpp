@@ -171,10 +171,10 @@ void is_valid(const Argument& argument) {
   }
   if (view.shape.size() != view.strides.size()) {
     fail(argument, "has shape " + to_string(view.shape) + " and strides " + to_string(view.strides) +
-                       ", expected one stride per axis");
+                       ", expected a stride for each axis");
   }
   if (view.device.type == DeviceType::cpu && view.device.index != 0) {
-    fail(argument, "is on CPU " + std::to_string(view.device.index) + ", expected 0, the only one");
+    fail(argument, "is on CPU " + std::to_string(view.device.index) + ", expected CPU 0, the only one");
   }
   if (view.device.index < 0) {
     fail(argument, "is on " + to_string(view.device) + ", expected a device index of 0 or more");
@@ -194,9 +194,10 @@ void is_valid(const Argument& argument) {
   if (range.begin < 0 || range.end > static_cast<__int128>(std::numeric_limits<std::uint64_t>::max()) ||
       range.end - range.begin > static_cast<__int128>(std::numeric_limits<std::int64_t>::max())) {
     fail(argument, "has shape " + to_string(view.shape) + " and strides " + to_string(view.strides) +
-                       ", which reach beyond the address space");
+                       ", expected elements within the address space");
   }
-  if (view.data == nullptr) fail(argument, "has shape " + to_string(view.shape) + " but no memory (data is null)");
+  if (view.data == nullptr)
+    fail(argument, "has shape " + to_string(view.shape) + " but a null pointer as data, expected an address");
   if (reinterpret_cast<std::uintptr_t>(view.data) % size_of(view.dtype) != 0) {
     fail(argument, std::string("is not aligned to its elements, expected an address divisible by ") +
                        std::to_string(size_of(view.dtype)) + " for " + name_of(view.dtype));
@@ -246,7 +247,7 @@ bool has_two_numbers(const TensorView& lse, const Dims& row_shape) {
 void is_contiguous(const Argument& argument) {
   if (argument.view.element_count() == 0 || has_no_gaps(argument.view)) return;
   fail(argument, "has shape " + to_string(argument.view.shape) + " and strides " + to_string(argument.view.strides) +
-                     ", expected it to be contiguous");
+                     ", expected a contiguous tensor");
 }
 
 void is_writable(const Argument& argument) {
@@ -269,8 +270,9 @@ void is_writable(const Argument& argument) {
   terms.sort();
   int budget = kSearchBudget;
   if (equal_strides || reaches(terms, 0, 0, true, budget)) {
-    fail(argument, "has shape " + to_string(view.shape) + " and strides " + to_string(view.strides) +
-                       ", so that elements share memory; expected an address for each, because it is written");
+    fail(argument,
+         "has shape " + to_string(view.shape) + " and strides " + to_string(view.strides) +
+             ", in which elements share memory; expected an address for each element, because the tensor is written");
   }
 }
 
@@ -320,7 +322,7 @@ AxisSet axes(const Argument& argument, const Dims& axes) {
     bool& seen = set.contains[axis < 0 ? axis + range : axis];
     if (seen) {
       fail(argument.op, "axes",
-           "is " + to_string(axes) + ", expected each axis once (axis " + std::to_string(axis) + " is there twice)");
+           "is " + to_string(axes) + ", expected each axis once (axis " + std::to_string(axis) + " appears twice)");
     }
     seen = true;
   }

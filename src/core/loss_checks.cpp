@@ -24,7 +24,7 @@ void loss_options(const char* op, const CrossEntropyOptions& options) {
 
 void is_required(const Argument& argument, const char* why) {
   if (!argument.view.is_present && argument.view.data == nullptr) {
-    fail(argument, std::string("is missing, expected it ") + why);
+    fail(argument, std::string("is missing, expected ") + why);
   }
 }
 
@@ -91,7 +91,7 @@ void* LossArguments::scalar(const Argument& argument, bool is_output) {
 
 void* LossArguments::mean_scalar(const Argument& argument, Reduction reduction, bool is_output) {
   if (argument.view.is_present && reduction != Reduction::mean) {
-    fail(argument, "is given, but only the mean divides: expected `reduction` mean, or no such argument");
+    fail(argument, "is given, but only the mean divides by a number; expected `reduction` mean");
   }
   return scalar(argument, is_output);
 }
@@ -104,7 +104,7 @@ void LossArguments::has_loss_gradient(const Argument& argument, DType dtype, Red
   is_valid(argument);
   is_on(argument, device, reference);
   if (argument.view.dtype != result_dtype) {
-    has_dtype(argument, {result_dtype, dtype}, std::string("that of the loss, or of `") + rows_of + "`");
+    has_dtype(argument, {result_dtype, dtype}, std::string("as the loss, or `") + rows_of + "`");
   }
   if (reduction == Reduction::none) {
     if (argument.view.shape != row_shape) has_shape(argument, row_shape, per_row_shape());

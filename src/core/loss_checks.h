@@ -72,8 +72,8 @@ LossOutputs loss_outputs(LossArguments& checked, const Views& views, Reduction r
   outputs.loss = checked.loss({op, "loss", views.loss}, reduction);
   outputs.z_loss = checked.loss({op, "z_loss", views.z_loss}, reduction);
   outputs.divisor = checked.mean_scalar({op, "divisor", views.divisor}, reduction, true);
-  outputs.argmax = static_cast<std::int64_t*>(
-      checked.per_row({op, "argmax", views.argmax}, true, DType::int64, "a class of each row"));
+  outputs.argmax =
+      static_cast<std::int64_t*>(checked.per_row({op, "argmax", views.argmax}, true, DType::int64, "classes"));
   outputs.lse = checked.lse({op, "lse", views.lse}, true);
   outputs.entropy = checked.per_row({op, "entropy", views.entropy}, true);
   outputs.sum_sq = checked.per_row({op, "sum_sq", views.sum_sq}, true);
@@ -81,7 +81,7 @@ LossOutputs loss_outputs(LossArguments& checked, const Views& views, Reduction r
   outputs.target_mass = checked.per_row({op, "target_mass", views.target_mass}, true);
   if (outputs.mean_logit != nullptr && !has_unit_factors) {
     fail({op, "mean_logit", views.mean_logit},
-         "is given with soft targets, or with weights and `label_smoothing`: there is none with those");
+         "is given, but soft targets, and `class_weight` beside `label_smoothing`, have no mean logit; leave it out");
   }
   return outputs;
 }

@@ -31,15 +31,15 @@ inline constexpr double kLargestOption = std::numeric_limits<float>::max();
 
 inline constexpr LossOption kLossOptions[] = {
     {"label_smoothing", &CrossEntropyOptions::label_smoothing, 0.0, 1.0, true, "0 to 1", "--label-smoothing",
-     "0 to 1: how much of each target is spread evenly"},
-    {"scale", &CrossEntropyOptions::scale, kSmallestOption, kLargestOption, false, "a positive number that float32 has",
-     "--scale", "The logits are multiplied with it first"},
+     "Share of each target, 0 to 1, that is spread evenly over the classes"},
+    {"scale", &CrossEntropyOptions::scale, kSmallestOption, kLargestOption, false,
+     "a positive number in the range of float32", "--scale", "Factor of the logits"},
     {"softcap", &CrossEntropyOptions::softcap, kSmallestOption, kLargestOption, true,
-     "a positive number that float32 has", "--softcap",
-     "Caps logits: softcap * tanh(scale * logits / softcap); 0: no cap"},
+     "a positive number in the range of float32", "--softcap",
+     "Soft cap of the logits: softcap * tanh(scale * logits / softcap); 0: no cap"},
     {"z_loss_weight", &CrossEntropyOptions::z_loss_weight, 0.0, kLargestOption, true,
-     "0 or a positive number that float32 has", "--z-loss",
-     "Weight of lse^2 in the loss; above 0 z_loss is written too"},
+     "0 or a positive number in the range of float32", "--z-loss",
+     "Weight of lse^2 in the loss; above 0 the output z_loss is written too"},
 };
 
 }  // namespace eaves

@@ -30,7 +30,10 @@ std::string find_refusal() {
   if (forced.empty() || forced == "own") return "";
   if (forced != "onednn") return std::string(kVariable) + " is \"" + forced + "\", expected own or onednn";
   if (has_onednn_gemm(DType::float32)) return "";
-  return std::string(kVariable) + " is onednn, and there is no libdnnl.so.3 or libdnnl.so.2 with OpenMP";
+  return std::string(kVariable) +
+         " is onednn, but neither libdnnl.so.3 nor libdnnl.so.2 with OpenMP was found; install oneDNN or leave the "
+         "variable "
+         "out";
 }
 
 std::string own_description() { return std::string("eaves (") + level_name() + ")"; }

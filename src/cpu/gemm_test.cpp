@@ -183,7 +183,8 @@ TEST_P(CpuGemm, WorksFromSeveralThreadsAtOnce) {
 class CpuGemmByOneDnn : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (!has_onednn_gemm(DType::float32)) GTEST_SKIP() << "there is no libdnnl.so.3 or libdnnl.so.2 with OpenMP";
+    if (!has_onednn_gemm(DType::float32))
+      GTEST_SKIP() << "oneDNN is not installed (libdnnl.so.3 or libdnnl.so.2 with OpenMP)";
   }
 };
 
@@ -225,7 +226,7 @@ TEST_F(CpuGemmByOneDnn, ReadsNothingBehindItsSums) {  // a pack of which one col
 }
 
 TEST_F(CpuGemmByOneDnn, ARowOfBfloat16DoesNotDependOnTheOthers) {
-  if (!has_onednn_gemm(DType::bfloat16)) GTEST_SKIP() << "without instructions for bfloat16";
+  if (!has_onednn_gemm(DType::bfloat16)) GTEST_SKIP() << "this CPU has no instructions for bfloat16";
   for (const auto& [accumulates, k, is_b_transposed] :
        combine<bool, std::int64_t, bool>({false, true}, {394, 1000, 4100}, {false, true})) {
     const GemmCase test{280, 100, k, false, is_b_transposed, false, false, accumulates};

@@ -65,7 +65,7 @@ __device__ inline void copy_to_shared(void* to, const void* from, std::uint32_t 
                : "memory");
 }
 
-// ---- between the blocks of a cluster -------------------------------------------------------------------------------
+// ---- blocks of a cluster -------------------------------------------------------------------------------------------
 
 /// The first call says that this thread has started; the second waits until every thread of the cluster has, because a
 /// block's shared memory exists from its start. All threads call both, once in a kernel.

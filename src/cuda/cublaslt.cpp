@@ -33,7 +33,7 @@ Library load() {
   }
   const auto find = [&](auto& function, const char* name) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(handle, name));
-    if (function == nullptr) result.missing = std::string("the cuBLASLt that was found has no ") + name;
+    if (function == nullptr) result.missing = std::string("cuBLASLt has no function ") + name;
   };
   find(result.create, "cublasLtCreate");
   find(result.status_string, "cublasLtGetStatusString");

@@ -24,10 +24,11 @@ constexpr int kOldestMajor = 8;
 /// The reason that this build cannot run on the GPU; empty if it can.
 std::string obstacle(const GpuInfo& gpu) {
   const int major = gpu.compute_capability_major, minor = gpu.compute_capability_minor;
-  if (major < kOldestMajor) return "the GPUs here are older than compute capability 8.0, which eaves needs";
+  if (major < kOldestMajor)
+    return "eaves needs a GPU of compute capability 8.0 or newer, and the GPUs of this machine are older";
   if (has_code_for(EAVES_CUDA_ARCHITECTURES, major, minor)) return "";
-  return std::string("eaves is built for ") + EAVES_CUDA_ARCHITECTURES + ", this GPU has compute capability " +
-         std::to_string(major) + "." + std::to_string(minor) + ": build with CUDA_TARGETS=all";
+  return std::string("eaves was built for ") + EAVES_CUDA_ARCHITECTURES + ", but this GPU has compute capability " +
+         std::to_string(major) + "." + std::to_string(minor) + "; build again with CUDA_TARGETS=all";
 }
 
 GpuList find_gpus() {
@@ -98,8 +99,8 @@ void require_device(const char* op, Device device) {
   if (device.index < count && device.index < kMaxDevices) return;
   const std::string name = check::to_string(device);
   if (count == 0) throw Unsupported(op, "the tensors are on " + name + ", but " + gpus().missing);
-  throw Unsupported(op, "the tensors are on " + name + ", but this machine has " + std::to_string(count) +
-                            " usable GPU" + (count == 1 ? "" : "s") + ", counted from 0");
+  throw Unsupported(op, "the tensors are on " + name + ", but eaves can use " + std::to_string(count) + " GPU" +
+                            (count == 1 ? "" : "s") + ", counted from 0");
 }
 
 const DeviceProperties& properties(Device device) {

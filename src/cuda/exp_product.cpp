@@ -15,7 +15,7 @@ constexpr bool kHasKernels = EAVES_HAVE_CUTLASS;
 
 [[noreturn]] void fail_without_kernel(const char* op, const ExpProduct& product) {
   throw Unsupported(
-      op, std::string("no product of ") + name_of(product.dtype) + " that ends in exponentials is in this build");
+      op, std::string("this build has no product of ") + name_of(product.dtype) + " that ends in exponentials");
 }
 
 /// The number of row clusters that run through all classes together. H200, 2048 and 12288 rows, 4096 to 262,144

@@ -31,7 +31,7 @@ template <typename... Parameters>
 void launch(const char* op, void (*kernel)(Parameters...), const LaunchShape& shape, Parameters... arguments) {
   if (shape.blocks > INT32_MAX || shape.blocks_y > UINT16_MAX) {
     throw Unsupported(op, "needs " + std::to_string(shape.blocks) + " x " + std::to_string(shape.blocks_y) +
-                              " blocks, a GPU takes 2147483647 x 65535");
+                              " blocks, but a GPU takes at most 2147483647 x 65535");
   }
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config{};

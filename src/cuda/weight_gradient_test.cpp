@@ -25,7 +25,8 @@ class WeightGradient : public OnGpu {
     OnGpu::SetUp();
     if (IsSkipped()) return;
     const GpuInfo gpu = system_info().gpus.at(0);
-    if (!EAVES_HAVE_CUTLASS || gpu.compute_capability_major != 9) GTEST_SKIP() << "has no such product";
+    if (!EAVES_HAVE_CUTLASS || gpu.compute_capability_major != 9)
+      GTEST_SKIP() << "this GPU, or this build, has no such product";
   }
 
   static void multiply(const Gemm& product) {

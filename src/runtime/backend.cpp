@@ -61,9 +61,8 @@ void require_cuda(const char* op, Device device) {
   if constexpr (kHasCuda) {
     cuda::require_device(op, device);
   } else {
-    throw Unsupported(op,
-                      "the tensors are on " + check::to_string(device) +
-                          ", but this build of eaves has no CUDA backend; build it where a CUDA toolkit is installed");
+    throw Unsupported(op, "the tensors are on " + check::to_string(device) +
+                              ", but this build of eaves has no CUDA backend; install a CUDA toolkit and build again");
   }
 }
 

@@ -26,7 +26,7 @@ namespace {
 constexpr std::size_t kPageBytes = 4096;
 
 [[noreturn]] void refuse_cuda() {
-  throw Unsupported("this build of eaves has no CUDA backend, so nothing can be done on a GPU");
+  throw Unsupported("this build of eaves has no CUDA backend; install a CUDA toolkit and build again");
 }
 
 bool is_cpu(Device device) { return device.type == DeviceType::cpu; }

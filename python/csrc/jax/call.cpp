@@ -21,7 +21,7 @@ namespace {
 
 using nlohmann::json;
 
-// ---- the members of each function's arguments, by the names that the public headers give them ----------------------
+// ---- argument members by name --------------------------------------------------------------------------------------
 
 #define EAVES_MEMBER(member) visit(#member, args.member)
 
@@ -265,7 +265,8 @@ class CallOf final : public Call {
       }
     });
     if (found != names_.size() + numbers.size()) {
-      throw InvalidArgument("eaves.jax: " + description.dump() + " names what the function does not have");
+      throw InvalidArgument("eaves.jax: the call " + description.dump() +
+                            " has arguments that its function does not take");
     }
     if (description.contains("permutations")) permutations_ = description["permutations"].get<Permutations>();
     description.at("op").get_to(op_);
@@ -301,7 +302,7 @@ class CallOf final : public Call {
 
   Args with(std::span<const TensorView> tensors) const {
     if (tensors.size() != names_.size()) {
-      throw InvalidArgument("eaves.jax: " + std::to_string(tensors.size()) + " buffers, expected " +
+      throw InvalidArgument("eaves.jax: the call has " + std::to_string(tensors.size()) + " buffers, expected " +
                             std::to_string(names_.size()));
     }
     Args args = args_;
@@ -361,7 +362,8 @@ std::unique_ptr<const Call> Call::parse(std::string_view description) {
   try {
     const json parsed = json::parse(description);
     const auto function = kFunctions.find(parsed.at("function").get<std::string>());
-    if (function == kFunctions.end()) throw InvalidArgument("eaves.jax: there is no such function: " + parsed.dump());
+    if (function == kFunctions.end())
+      throw InvalidArgument("eaves.jax: eaves has no function for the call " + parsed.dump());
     return function->second(parsed);
   } catch (const json::exception& error) {
     throw InvalidArgument(std::string("eaves.jax: ") + error.what());

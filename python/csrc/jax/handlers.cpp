@@ -52,7 +52,7 @@ DType dtype_of(ffi::DataType type) {
     case ffi::DataType::S64:
       return DType::int64;
     default:
-      throw Unsupported("eaves.jax: a buffer has a dtype that eaves does not have");
+      throw Unsupported("eaves.jax: a buffer has a dtype that eaves does not support");
   }
 }
 
@@ -125,7 +125,7 @@ ffi::Error run(std::string_view description, ffi::RemainingArgs operands, ffi::R
   } catch (const Unsupported& error) {
     return ffi::Error(ffi::ErrorCode::kUnimplemented, error.what());
   } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "eaves.jax: no memory");
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "eaves.jax: out of memory");
   } catch (const std::exception& error) {
     return ffi::Error::Internal(error.what());
   }
@@ -147,7 +147,7 @@ ffi::Error run_on_gpu(void* stream, std::int32_t device, ffi::RemainingArgs oper
   return run(description, operands, results, {DeviceType::cuda, device}, context, workspace_bytes);
 }
 
-// ---- questions while JAX traces ------------------------------------------------------------------------------------
+// ---- tracing ------------------------------------------------------------------------------------------------------
 
 DType dtype_of(const std::string& name) {
   for (const DType dtype :

@@ -27,14 +27,16 @@ def refuse_in_place(op: str, input: Tensor) -> None:
     """Refuses logits that autograd does not allow to be written over, and transforms that it cannot follow."""
     if is_transforming():
         raise NotImplementedError(
-            said(op, "inplace_backward does not go with torch.vmap and torch.func, which may use `logits` again; ")
+            said(
+                op, "inplace_backward does not work inside of torch.vmap and torch.func, which may use `logits` again; "
+            )
             + "leave it out"
         )
     # The core makes this check for memory that it writes, but with float16 it writes only in the backward.
     if torch._debug_has_internal_overlap(input) == 1:
         raise ValueError(
-            said(op, f"`logits` has shape {shape_of(input)} and strides {list(input.stride())}, so that elements ")
-            + "share memory; expected an address for each, because inplace_backward writes it"
+            said(op, f"`logits` has shape {shape_of(input)} and strides {list(input.stride())}, in which elements ")
+            + "share memory; expected an address for each element, because inplace_backward writes the tensor"
         )
     if not torch.compiler.is_compiling() and input.is_neg():
         hint = "and inplace_backward writes it; pass `logits`.resolve_neg()"
@@ -128,8 +130,8 @@ def _written_over(op: str, input: Tensor, outputs: tuple[Tensor, ...], axis: int
     def check(grad: Tensor) -> None:
         if not torch.compiler.is_compiling() and _contents_of(grad) not in handed_out:
             raise RuntimeError(
-                said(op, "something that was computed from `logits` after a call with inplace_backward has a ")
-                + "gradient, and is computed from the gradient that was written over it; leave inplace_backward out"
+                said(op, "a tensor with a gradient was computed from `logits` after a call with inplace_backward, ")
+                + "which had written its gradient over `logits`; leave inplace_backward out"
             )
 
     # This hook is the tensor's first, so that later hooks may change the gradient.
@@ -181,7 +183,9 @@ class InPlaceInBackward(torch.autograd.Function):
 def _of_only_backward(ctx: Any, grad_loss: Tensor) -> list[Any]:
     """The saved tensors. Refuses a second backward."""
     if is_batched(grad_loss):
-        raise NotImplementedError(f"{ctx.op}: with inplace_backward no backward has a batch (is_grads_batched=True)")
+        raise NotImplementedError(
+            f"{ctx.op}: inplace_backward does not support a batch of gradients (is_grads_batched=True); leave it out"
+        )
     if torch.is_grad_enabled() or has_tangent(grad_loss):
         raise NotImplementedError(
             f"{ctx.op}: with inplace_backward the gradient has no derivative (create_graph=True); leave it out"

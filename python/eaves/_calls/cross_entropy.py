@@ -219,7 +219,7 @@ def _class_axis(op: str, logits: Tensor, targets: Tensor, is_soft: bool, class_d
     and dtype of the targets fit this axis."""
     rank = logits.dim()
     if rank == 0:
-        raise ValueError(said(op, "`logits` has no axes, expected at least one, of the classes"))
+        raise ValueError(said(op, "`logits` has no axes, expected at least the axis of the classes"))
     if class_dim is None:
         axis = -1 if rank <= 2 else _axis_of_shapes(op, logits, targets, is_soft)
     else:
@@ -244,18 +244,18 @@ def _axis_of_shapes(op: str, logits: Tensor, targets: Tensor, is_soft: bool) -> 
     shape = logits.shape
     if is_soft:
         raise ValueError(
-            said(op, f"`logits` has shape {list(shape)} and `targets` has probabilities, which do not say where the ")
-            + "classes are: pass class_dim=1 (as torch) or class_dim=-1"
+            said(op, f"`targets` holds probabilities in the shape of `logits`, {list(shape)}, so the axis of the ")
+            + "classes is ambiguous; pass class_dim=1 (as torch) or class_dim=-1"
         )
     last, second = shape[:-1], shape[:1] + shape[2:]
     if targets.shape == last:
         if last == second:
             raise ValueError(
-                said(op, f"`targets` has shape {shape_of(targets)}, which fits classes on axis 1 and on the last axis ")
-                + f"of {name_in(op, 'logits')} {list(shape)}: pass class_dim=1 (as torch) or class_dim=-1"
+                said(op, f"`targets` has shape {shape_of(targets)}, so the classes may be axis 1 or the last axis of ")
+                + f"{name_in(op, 'logits')} {list(shape)}; pass class_dim=1 (as torch) or class_dim=-1"
             )
         return -1
     if targets.shape == second:
         return 1 - logits.dim()
-    expected = f"{list(last)} (one per row of `logits` {list(shape)}), or {list(second)} where the classes are axis 1"
+    expected = f"{list(last)} (one per row of `logits` {list(shape)}), or {list(second)} with the classes on axis 1"
     raise ValueError(said(op, f"`targets` has shape {shape_of(targets)}, expected {expected}"))

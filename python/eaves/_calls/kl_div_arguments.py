@@ -145,7 +145,7 @@ def teacher_of(
             f"{OP}: teacher_tokens has shape {shape_of(tokens)}, expected [{several}], K tokens for each row of hidden "
             f"{shape_of(call.hidden)}"
         )
-    check_shape(OP, name, given, tokens.shape, "that of teacher_tokens")
+    check_shape(OP, name, given, tokens.shape, "as teacher_tokens")
     is_one = call.temperature is None or (
         not isinstance(call.temperature, Tensor)
         and number_of(OP, "temperature", call.temperature, *RANGES["scale"]) == 1
@@ -155,7 +155,7 @@ def teacher_of(
     return "top_k", (tokens.to(torch.int64).reshape(shape), given.detach().reshape(shape))
 
 
-_PADDING = "; if one vocabulary is the other and padding, pass classes=, the number of classes of both"
+_PADDING = "; if one vocabulary is the other one plus padding, pass classes=, the number of classes that both have"
 
 
 def _product_of_teacher(

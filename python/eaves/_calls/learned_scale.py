@@ -64,7 +64,7 @@ def with_learned_scale(call: Any) -> Any:
     op, hidden, bias, scale = call.op, call.hidden, call.bias, call.scale
     if call.group is not None or is_distributed(call.head):
         raise NotImplementedError(
-            f"{op}: scale is a tensor, expected a number over ranks; multiply input by a learned one"
+            f"{op}: scale is a tensor, expected a number over ranks; multiply input by a learned scale"
         )
     check_beside(op, "scale", scale, "hidden", hidden)
     if not scale.is_floating_point() or scale.numel() != 1:
@@ -74,13 +74,13 @@ def with_learned_scale(call: Any) -> Any:
     if reads_value(call):
         if is_exporting():
             raise NotImplementedError(
-                f"{op}: scale is a tensor, whose value a call in {name_of(hidden.dtype)} reads, and torch.export "
-                "cannot; pass input in float32, or multiply it by scale"
+                f"{op}: scale is a tensor, but a call in {name_of(hidden.dtype)} reads its value, and torch.export "
+                "does not know it; pass input in float32, or multiply input by scale"
             )
         if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
             raise NotImplementedError(
-                f"{op}: scale is a tensor, whose value a call in {name_of(hidden.dtype)} waits for, and a CUDA graph "
-                "cannot; pass input in float32, or multiply it by scale"
+                f"{op}: scale is a tensor, but a call in {name_of(hidden.dtype)} waits for its value, and a CUDA "
+                "graph cannot wait; pass input in float32, or multiply input by scale"
             )
         value = number_of(op, "scale", scale.item(), *RANGES["scale"])
     elif bias is not None and bias.dtype in RESULT_DTYPES:

@@ -186,8 +186,8 @@ def with_tensors_of_linear(op: str, call: Any, name: str, bias_name: str) -> Any
     def found() -> Any:
         if not _multiplies_by_its_weight(linear):
             raise TypeError(
-                said(op, f"`{name}` is a {type(linear).__name__} with hooks, or a forward of its own, expected a ")
-                + "product with its weight alone; pass the tensor that it multiplies by"
+                said(op, f"`{name}` is a {type(linear).__name__} with hooks or a forward of its own, expected a ")
+                + "module that only multiplies by its weight; pass the weight as a tensor"
             )
         if linear.bias is not None and bias is not None:
             raise ValueError(said(op, f"`{name}` is a torch.nn.Linear with a bias; leave `{bias_name}` out"))
@@ -279,7 +279,7 @@ def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> tupl
     op = call.op
     is_compiling = grad_weight_out is not None and torch.compiler.is_compiling()
     if is_compiling:
-        torch._dynamo.skip_frame(msg=f"{op}: grad_weight_out is written in the backward, so {OUTSIDE}")
+        torch._dynamo.skip_frame(msg=f"{op}: grad_weight_out is written in the backward, and {OUTSIDE}")
     hidden, head, bias = checked_head(op, hidden, head, bias, may_be_empty=shard is not None)
     check_tensor(op, "targets", targets)
     if targets.device != hidden.device:

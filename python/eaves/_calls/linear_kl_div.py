@@ -45,7 +45,9 @@ def divergence_of(call: KlDivCall) -> Tensor | KlDivOutput:
     if needs_whole_head(call.teacher_head, group, shard.sequence_parallel):
         return with_whole_head(OP, divergence_of, call, TEACHER)
     if is_exporting() or is_transforming():
-        raise NotImplementedError(f"{OP}: it does not work inside of torch.export, torch.vmap and torch.func")
+        raise NotImplementedError(
+            f"{OP}: this operator does not work inside of torch.export, torch.vmap and torch.func"
+        )
     try:
         found: Tensor | KlDivOutput = over_ranks(call, lambda *of_rank: uncompiled(OP, _computed)(*of_rank))
         return found
@@ -128,7 +130,7 @@ def _all_rows(own: Tensor, shard: ShardArguments) -> Tensor:
     return cast("Tensor", AllRows.apply(own, shard))  # type: ignore[no-untyped-call]
 
 
-# ------------------------------------------------------------------------------------------------------------- the rest
+# --------------------------------------------------------------------------------------------------- settings and ranks
 
 
 def _settings(call: KlDivCall, names: Sequence[str], kind: str, mode: int) -> Settings:
@@ -142,11 +144,11 @@ def _settings(call: KlDivCall, names: Sequence[str], kind: str, mode: int) -> Se
         divergence = "reverse" if beta else "forward"
     if kind == "top_k" and rest == "zero" and divergence == "reverse":
         raise ValueError(
-            f'{OP}: divergence is "reverse", which is infinite of a teacher that is 0 outside of its top K; expected '
+            f'{OP}: divergence is "reverse", which is infinite if the teacher is 0 outside of its top K; expected '
             'teacher_rest="class" or "renormalize"'
         )
     if kind == "top_k" and "teacher_lse" in names:
-        raise ValueError(f'{OP}: outputs has "teacher_lse", which a top K does not say; leave it out')
+        raise ValueError(f'{OP}: outputs has "teacher_lse", which a top K does not determine; leave it out')
 
     def number(name: str) -> float | None:
         value = getattr(call, name)
@@ -161,7 +163,7 @@ def _settings(call: KlDivCall, names: Sequence[str], kind: str, mode: int) -> Se
     has_hard_loss = hard_weight is not None or "hard_loss" in names
     if has_hard_loss and call.targets is None:
         asks = 'outputs has "hard_loss"' if hard_weight is None else "hard_weight is given"
-        raise ValueError(f"{OP}: {asks}, and no targets, expected a class for each row")
+        raise ValueError(f"{OP}: {asks}, but no targets; pass a class for each row")
     check_bool(OP, "skip_ignored", call.skip_ignored)
     return Settings(
         DivergenceSettings(divergence, beta, "entropy" in names, has_hard_loss), kind, rest,

@@ -44,7 +44,9 @@ class LogProbLossCall(NamedTuple):
 
 def loss_of_log_probs(call: LogProbLossCall) -> Tensor:
     if is_exporting() or is_transforming():
-        raise NotImplementedError(f"{OP}: it does not work inside of torch.export, torch.vmap and torch.func")
+        raise NotImplementedError(
+            f"{OP}: this operator does not work inside of torch.export, torch.vmap and torch.func"
+        )
     return uncompiled(OP, _computed)(call)  # type: ignore[no-any-return]
 
 
@@ -191,7 +193,7 @@ class _Loss(torch.autograd.Function):
                 f"{OP}: there is no second derivative; use torch.nn.functional.linear and torch.log_softmax for one"
             )
         if ctx.gradients is None:
-            raise RuntimeError(f"{OP}: the gradients were handed out by the first backward; call it again")
+            raise RuntimeError(f"{OP}: the first backward has used up the gradients; call the operator again")
         gradients, ctx.gradients = ctx.gradients, None
         call_operator(OP, _rescale, *gradients, grad_loss.to(ctx.dtype))
         return (

@@ -214,7 +214,7 @@ def _of_several(call: LogProbCall) -> Tensor | LogProbOutput:
         told_to_ranks(op, call.group, None, lambda: check_tensor(op, *with_classes))
     if is_exporting() or is_transforming():
         raise NotImplementedError(
-            f"{op}: {_OF_SEVERAL}it does not work inside of torch.export, torch.vmap and torch.func"
+            f"{op}: {_OF_SEVERAL}this operator does not work inside of torch.export, torch.vmap and torch.func"
         )
     try:
         found: Tensor | LogProbOutput
@@ -313,7 +313,7 @@ def _computed(call: LogProbCall, shard: ShardArguments | None) -> Tensor | LogPr
 def _check_logits(op: str, logits: Tensor, may_be_empty: bool) -> None:
     check_floating(op, "logits", logits, "logits", logits)
     if logits.dim() == 0:
-        raise ValueError(f"{op}: logits has no axes, expected at least one, of the classes")
+        raise ValueError(f"{op}: logits has no axes, expected at least the axis of the classes")
     if logits.shape[-1] == 0 and not may_be_empty:
         raise ValueError(f"{op}: logits has shape {shape_of(logits)}, expected at least one class")
 
@@ -324,12 +324,12 @@ def _head_options(call: LogProbCall, hidden: Tensor, head: Tensor) -> HeadOption
     check_algorithm(op, call.algorithm, call.workspace_bytes, call.keep_bytes)
     if call.algorithm in ("speed", "keep"):
         raise NotImplementedError(
-            f'{op}: algorithm is "{call.algorithm}", which takes one token for each row and a number as temperature; '
+            f'{op}: algorithm is "{call.algorithm}", which needs one token for each row and a number as temperature; '
             'expected "auto", "memory" or "recompute"'
         )
     if call.keep_bytes is not None:
         raise NotImplementedError(
-            f"{op}: keep_bytes is given, which takes one token for each row and a number as temperature; leave it out"
+            f"{op}: keep_bytes is given, which needs one token for each row and a number as temperature; leave it out"
         )
     check_bool(op, "skip_ignored", call.skip_ignored)
     sums, out = accumulator_dtype(hidden.dtype), call.grad_weight_out

@@ -153,7 +153,7 @@ def _check_positions(positions: Tensor, x: Tensor, batch: int, length: int) -> N
     if shape != (length,) and shape != (batch, length):
         raise ValueError(
             f"{OP}: positions has shape {list(shape)}, expected [{length}] (one for each token) or [{batch}, {length}]"
-            " (for each of a batch entry)"
+            " (one for each token of each batch entry)"
         )
 
 

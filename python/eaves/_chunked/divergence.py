@@ -130,7 +130,7 @@ def write_gradient(
     _clear_rows_(out, upstream)
 
 
-# ----------------------------------------------------------------------------------------------- by kernels of a GPU
+# ------------------------------------------------------------------------------------------------------- GPU kernels
 
 
 MERGED = ("forward", "reverse")  # their statistics merge over disjoint classes
@@ -239,7 +239,7 @@ def _clear_rows_(gradient: Tensor, upstream: RowFactors) -> None:
         gradient.masked_fill_(~has_one, 0)
 
 
-# ------------------------------------------------------------------------------------------- in PyTorch's own operators
+# -------------------------------------------------------------------------------------------------- PyTorch's operators
 
 
 def _tempering(logits: Logits, temperature: Number) -> Tempering:

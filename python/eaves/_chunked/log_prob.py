@@ -279,7 +279,10 @@ class _Losses(torch.autograd.Function):
 def _check_backward(settings: Settings, upstream: list[Tensor], is_used: bool) -> None:
     op = settings.op
     if any(map(is_batched, upstream)):
-        raise NotImplementedError(f"{op}: with several tokens or a temperature for each row no backward has a batch")
+        raise NotImplementedError(
+            f"{op}: several tokens or a temperature for each row do not support a batch of gradients "
+            "(is_grads_batched=True)"
+        )
     option = "inplace_backward" if settings.is_in_place else "grad_weight_out"
     if torch.is_grad_enabled() and (settings.is_in_place or settings.of_head.grad_weight_out is not None):
         raise NotImplementedError(

@@ -58,7 +58,7 @@ def with_agreement(op: str, group: object, run: Callable[[ProcessGroup], _Result
             "eaves.Shard of one"
         )
     if is_transforming():  # the collective that tells of an error does not work there either
-        raise NotImplementedError(f"{op}: a group does not go with torch.vmap and torch.func; leave it out")
+        raise NotImplementedError(f"{op}: group does not work inside of torch.vmap and torch.func; leave it out")
     if torch.compiler.is_compiling():
         return run(group)
     _this_thread.awaits_agreement = True
@@ -182,12 +182,12 @@ def _place_of(shard: ShardArguments, shards: Sequence[Sequence[int]]) -> Place:
     for first, size in zip(firsts, usable):
         if size and first != end:
             raise ValueError(
-                f"{shard.op}: the ranks' shards begin with the classes {firsts} and have {sizes}, expected each to "
-                "begin where the one before ends"
+                f"{shard.op}: the ranks' shards begin with the classes {firsts} and have {sizes} classes, expected "
+                "neither gaps nor overlaps"
             )
         end += size
     if end != classes or classes == 0:
-        raise ValueError(f"{shard.op}: the ranks' shards have {end} classes, expected {max(1, classes)}")
+        raise ValueError(f"{shard.op}: the ranks' shards have {end} classes in all, expected {max(1, classes)}")
     rank = group_of(shard).rank()
     return Place(min(firsts[rank], classes - usable[rank]), classes, usable[rank], max(usable))
 
@@ -200,7 +200,7 @@ def _exchange(
     group's enqueued collectives."""
     text = json.dumps(own).encode()
     if len(text) > _BYTES:
-        raise RuntimeError(f"arguments that take {len(text)} bytes to compare, expected at most {_BYTES}")
+        raise RuntimeError(f"the arguments that ranks compare take {len(text)} bytes, expected at most {_BYTES}")
     _this_thread.awaits_agreement = False
     padded = torch.frombuffer(bytearray(_NUMBERS.pack(*of_shard) + text.ljust(_BYTES)), dtype=torch.uint8)
     if torch.device("cpu") in group._device_types:

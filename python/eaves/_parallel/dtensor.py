@@ -38,16 +38,16 @@ class Local(NamedTuple):
 def local_shard(op: str, name: str, tensor: Any, class_axis: int) -> Local:
     """This rank's part of a DTensor. Its gradient keeps the DTensor's placements."""
     if not -tensor.dim() <= class_axis < tensor.dim():
-        raise ValueError(said(op, f"`{name}` has {tensor.dim()} axes, expected one of the classes, {class_axis}"))
+        raise ValueError(said(op, f"`{name}` has {tensor.dim()} axes, expected an axis {class_axis} of classes"))
     cut = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard(class_axis % tensor.dim())]
     # Along another axis ranks may have different rows or the same rows, and nothing says which.
     if len(cut) != 1 or tensor.device_mesh.size() != tensor.device_mesh.size(cut[0]):
         name = name_in(op, name)
         raise NotImplementedError(
-            f"{op}: {name} is a DTensor with the placements {list(map(str, tensor.placements))}, expected its classes "
-            f"cut over the one axis of its mesh; pass {name}.to_local() and the group of an axis of a larger mesh, or "
-            f"{name}.full_tensor(), where ranks have rows of their own with a Partial('avg') (of "
-            "torch.distributed.tensor) for each axis of the mesh as grad_placements"
+            f"{op}: {name} is a DTensor with the placements {list(map(str, tensor.placements))}, expected classes "
+            f"that are cut over a mesh of one axis. Pass {name}.to_local() and the group of the axis that cuts the "
+            f"classes, or gather the tensor with {name}.full_tensor(). If ranks have different rows, gather it with a "
+            "Partial('avg') (of torch.distributed.tensor) for each axis of the mesh as grad_placements"
         )
     return Local(tensor.to_local(), class_axis, tensor.device_mesh, cut[0])
 
@@ -105,7 +105,7 @@ def _check_mesh(op: str, name: str, tensor: Any, head: Local) -> None:
     if tensor.device_mesh != head.mesh:
         raise NotImplementedError(
             said(op, f"`{name}` is a DTensor on the mesh {tensor.device_mesh}, ")
-            + f"expected that of the classes, {head.mesh}"
+            + f"expected the mesh of the classes, {head.mesh}"
         )
 
 
@@ -137,7 +137,8 @@ def over_ranks(call: Any, run: Callable[[Any, ShardArguments | None], _Result]) 
     if has_head and needs_whole_head(tensor, shard.group, shard.sequence_parallel):
         if shard != Shard():
             raise ValueError(
-                f"{op}: group is a Shard, and fully_shard has cut the head, which is gathered whole; leave group out"
+                f"{op}: group is a Shard, but fully_shard has cut the head, so eaves gathers the whole head; leave "
+                "group out"
             )
         # The gathered head may still be a rank's piece of a vocabulary under tensor parallelism.
         return with_whole_head(op, lambda whole: over_ranks(whole._replace(group=None), run), call)
@@ -156,7 +157,8 @@ def over_ranks(call: Any, run: Callable[[Any, ShardArguments | None], _Result]) 
             raise ValueError(said(op, f"`{name}` is a DTensor, which knows its group; leave group out"))
         if not has_head and shard._replace(group=None, first_class=None) != Shard():
             raise ValueError(
-                f"{op}: sequence_parallel, reduce_input_grad and reduce_dtype of a Shard are for a head; leave them out"
+                f"{op}: sequence_parallel, reduce_input_grad and reduce_dtype of a Shard need a head, which "
+                "this operator does not have; leave them out"
             )
         of_rank = call if cut is None else call.of_rank(cut)
         return run(of_rank, shard_arguments(op, group, shard, call.classes))

@@ -54,7 +54,8 @@ def _with_whole_head(op: str, run: Callable[[Any], _Result], call: Any, names: S
     owners = {name: _owner_of(op, name, each) for name, each in cut.items()}
     if owners and is_transforming():
         raise NotImplementedError(
-            f"{op}: a head that fully_shard has cut does not go with torch.vmap and torch.func; pass the whole of it"
+            f"{op}: a head that fully_shard has cut does not work inside of torch.vmap and torch.func; gather it "
+            "with full_tensor()"
         )
     modules = list(dict.fromkeys(module for module, _, _ in owners.values()))
     arguments = (getattr(call, names[0]),)
@@ -91,9 +92,9 @@ def _owner_of(op: str, name: str, tensor: Any) -> tuple[Any, Any, str]:
         pass
     name = name_in(op, name)
     raise NotImplementedError(
-        f"{op}: {name} is a DTensor on a mesh over which fully_shard cuts parameters, and not known as one of them; "
-        f"pass the parameter itself, or {name}.full_tensor(grad_placements=[Partial('avg')]) (of "
-        f"torch.distributed.tensor), or, of a head that ranks with the same rows share, {name}.to_local() and its group"
+        f"{op}: {name} is a DTensor on a mesh of fully_shard, but no parameter that fully_shard has cut. Pass the "
+        f"parameter itself, or gather the tensor with {name}.full_tensor(grad_placements=[Partial('avg')]) (of "
+        f"torch.distributed.tensor). If ranks have the same rows, pass {name}.to_local() and its group"
     )
 
 

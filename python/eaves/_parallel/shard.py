@@ -92,7 +92,7 @@ def shape_of_rows(shard: ShardArguments, hidden: Tensor) -> tuple[int, ...]:
         return rows
     if not rows:
         raise ValueError(
-            said(shard.op, "with sequence_parallel `hidden` is cut along its first axis, and it has features alone")
+            said(shard.op, "`hidden` has no axis but its features, expected a first axis that sequence_parallel cuts")
         )
     return (rows[0] * shard.ranks, *rows[1:])
 
@@ -110,7 +110,9 @@ def check_reduce_dtype(op: str, shard: ShardArguments, dtype: torch.dtype) -> No
     allowed = (dtype, accumulator_dtype(dtype))
     if shard.reduce_dtype is not None and shard.reduce_dtype not in allowed:
         names = " or ".join(dict.fromkeys(map(name_of, allowed)))
-        raise ValueError(f"{op}: reduce_dtype is {name_of(shard.reduce_dtype)}, expected {names}")
+        raise ValueError(
+            f"{op}: reduce_dtype is {name_of(shard.reduce_dtype)}, expected {names} for input in {name_of(dtype)}"
+        )
 
 
 def without_padding(op: str, classes: int, *tensors: Any) -> list[Any]:
@@ -118,7 +120,7 @@ def without_padding(op: str, classes: int, *tensors: Any) -> list[Any]:
     total = index_of(op, "classes", classes)
     for each in tensors:
         if isinstance(each, Tensor) and not 1 <= total <= (each.shape[0] if each.dim() else 0):
-            raise ValueError(f"{op}: classes is {total}, expected at most those of the tensors, {shape_of(each)}")
+            raise ValueError(f"{op}: classes is {total}, expected 1 to the number of classes in {shape_of(each)}")
     return [each[:total] if isinstance(each, Tensor) else each for each in tensors]
 
 
@@ -131,7 +133,8 @@ def shard_of_range(op: str, group: ProcessGroup, first: int, end: int, head: Ten
     """The Shard of a rank with the classes [first, end), which are the rows of its piece of the head."""
     if end - first != head.shape[0]:
         raise NotImplementedError(
-            f"{op}: the classes of this rank are {first} to {end}, and its head has {head.shape[0]}: a padded piece"
+            f"{op}: this rank has {end - first} classes, but its piece of the head has {head.shape[0]} rows; eaves "
+            "does not support a padded piece"
         )
     return Shard(group, first)
 
@@ -142,18 +145,21 @@ def shard_arguments(op: str, group: ProcessGroup, shard: Shard, classes: int | N
     first = -1 if first_class is None else index_of(op, "first_class", first_class)
     total = -1 if classes is None else index_of(op, "classes", classes)
     if (first_class is not None and first < 0) or (classes is not None and total < 1):
-        raise ValueError(f"{op}: first_class is {first_class} and classes {classes}, expected a part of the classes")
+        raise ValueError(
+            f"{op}: first_class is {first_class} and classes is {classes}, expected first_class from 0 and "
+            "classes from 1"
+        )
     check_bool(op, "sequence_parallel", sequence_parallel)
     check_bool(op, "reduce_input_grad", reduce_input_grad)
     if sequence_parallel and not reduce_input_grad:
         raise ValueError(
-            f"{op}: with sequence_parallel each rank gets the whole gradient of its rows: expected "
-            "reduce_input_grad=True"
+            f"{op}: reduce_input_grad is False, but sequence_parallel gives each rank the whole gradient of its "
+            "rows; expected True"
         )
     if reduce_dtype is not None and not isinstance(reduce_dtype, torch.dtype):
         raise TypeError(f"{op}: reduce_dtype is {reduce_dtype!r}, expected a torch.dtype or None")
     if reduce_dtype is not None and not reduce_input_grad:
-        raise ValueError(f"{op}: reduce_dtype says how parts are added up, and with reduce_input_grad=False none are")
+        raise ValueError(f"{op}: reduce_dtype is given, but reduce_input_grad=False adds up nothing; leave it out")
     return ShardArguments(
         op, group.group_name, group.size(), first, total, sequence_parallel, reduce_input_grad, reduce_dtype
     )

@@ -43,6 +43,6 @@ def no_statistics(rows: int, logits: Tensor) -> Tensor:
 def refuse_argmax(op: str, outputs: int, place: Place, dtype: torch.dtype) -> None:
     if outputs & ARGMAX and dtype != torch.float64 and place.classes > 2**24:
         raise NotImplementedError(
-            f"{op}: the class of the largest logit is one of {place.classes}, expected at most {2**24} with a group: "
-            "statistics have it in float32"
+            f"{op}: the vocabulary has {place.classes} classes, expected at most {2**24} for argmax over ranks, which "
+            "exchange the class in float32"
         )

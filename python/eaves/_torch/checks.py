@@ -103,9 +103,9 @@ def _check_kind(op: str, name: str, value: object) -> None:
     if is_distributed(value):
         name = name_in(op, name)
         raise NotImplementedError(
-            f"{op}: {name} is a DTensor, expected a tensor of one device; pass {name}.full_tensor(), where ranks have "
-            "rows of their own with grad_placements=[Partial('avg')] (of torch.distributed.tensor), or its gradient is "
-            f"one rank's, or {name}.to_local(), where what is missing there is not needed"
+            f"{op}: {name} is a DTensor, expected a tensor of one device. Gather it with {name}.full_tensor(); if "
+            "ranks have different rows, with grad_placements=[Partial('avg')] (of torch.distributed.tensor), or the "
+            f"gradient is one rank's alone. If the call needs only this rank's part, pass {name}.to_local()"
         )
 
 
@@ -195,7 +195,7 @@ def _as_axis(value: object) -> int:
 def refuse_gradient(op: str, name: str, tensor: Tensor) -> None:
     if tensor.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            said(op, f"there is no derivative with respect to `{name}`, which requires one; pass `{name}`.detach()")
+            said(op, f"`{name}` requires a gradient, which this operator does not compute; pass `{name}`.detach()")
         )
 
 

@@ -102,7 +102,7 @@ def checked_head(
         hidden, head, bias = _autocast(hidden, head, bias)
     sizes, shape = hidden.shape, head.shape
     if not sizes:
-        raise ValueError(said(op, f"`{of_hidden}` has no axes, expected at least one, of the features"))
+        raise ValueError(said(op, f"`{of_hidden}` has no axes, expected at least the axis of the features"))
     features = sizes[-1]
     if features == 0:
         raise ValueError(said(op, f"`{of_hidden}` has shape {list(sizes)}, expected at least one feature"))
@@ -111,20 +111,23 @@ def checked_head(
     if len(shape) != 2 or shape[1] != features:
         found = f"`{of_head}` has shape {list(shape)}, expected [classes, {features}]"
         if len(shape) > 2:
-            raise NotImplementedError(said(op, f"{found}; of a loss of several axes call it once for each head"))
+            raise NotImplementedError(said(op, f"{found}; call the operator once for each head"))
         raise ValueError(said(op, f"{found} (features as `{of_hidden}` {list(sizes)})"))
     if shape[0] == 0 and not may_be_empty:
         raise ValueError(said(op, f"`{of_head}` has shape {list(shape)}, expected at least one class"))
     if head.dtype != hidden.dtype and not (is_cast and head.dtype == torch.float32 and hidden.dtype != torch.float64):
         raise ValueError(
-            said(op, f"`{of_head}` has dtype {name_of(head.dtype)}, expected that of `{of_hidden}`, ")
-            + f"{name_of(hidden.dtype)}; convert one of them, or call it under torch.autocast, which converts both"
+            said(
+                op,
+                f"`{of_head}` has dtype {name_of(head.dtype)}, expected {name_of(hidden.dtype)} (as `{of_hidden}`); ",
+            )
+            + "convert one of them, or call the operator under torch.autocast, which converts both"
         )
     if not (head.layout != torch.strided or head.is_contiguous() or _is_matrix(head)):
         head = head.contiguous()  # the core refuses other layouts
     if bias is not None:
         refuse_zero3(op, **{of_bias: bias})
-        check_dtype_of(op, of_bias, bias, (hidden.dtype, torch.float32), f"that of `{of_hidden}`, or float32")
+        check_dtype_of(op, of_bias, bias, (hidden.dtype, torch.float32), f"as `{of_hidden}`, or float32")
         check_shape(op, of_bias, bias, shape[:1], f"one per class of `{of_head}`")
         bias = bias.contiguous()
     return hidden, head, bias
@@ -179,12 +182,12 @@ def keep_bytes_of(op: str, algorithm: object, keep_bytes: object, is_shard: bool
         )
     if is_shard:
         given = 'algorithm is "keep"' if algorithm == "keep" else "keep_bytes is given"
-        raise NotImplementedError(f"{op}: {given}, and over ranks nothing is kept; leave it out")
+        raise NotImplementedError(f"{op}: {given}, but a call over ranks keeps nothing for the backward; leave it out")
     if keep_bytes is None:
         return -1
     most = index_of(op, "keep_bytes", keep_bytes)
     if most < 0:
-        raise ValueError(f"{op}: keep_bytes is {most}, expected at least 0, or None for what all rows take")
+        raise ValueError(f"{op}: keep_bytes is {most}, expected a number of bytes from 0, or None to keep all rows")
     return most
 
 
@@ -229,15 +232,19 @@ def check_grad_weight_out(
             "follow; leave it out"
         )
     if grad_weight_dtype is not None:
-        raise ValueError(f"{op}: grad_weight_dtype is given beside grad_weight_out, whose dtype says it; expected one")
-    check_dtype_of(op, "grad_weight_out", out, (multiplied, wide), "that of `head`, or that of the loss")
+        raise ValueError(
+            f"{op}: grad_weight_dtype is given, but the gradient has the dtype of grad_weight_out; leave it out"
+        )
+    check_dtype_of(op, "grad_weight_out", out, (multiplied, wide), "as `head`, or as the loss")
     if out.is_neg():
-        raise ValueError(f"{op}: grad_weight_out is negated lazily and cannot be added to; pass one that is not")
-    check_shape(op, "grad_weight_out", out, head.shape, "that of `head`")
+        raise ValueError(f"{op}: grad_weight_out is negated lazily, expected a tensor that is not")
+    check_shape(op, "grad_weight_out", out, head.shape, "as `head`")
     check_device(op, "grad_weight_out", out, "head", head)
     (classes, features), (of_class, of_feature) = out.shape, out.stride()
     if (of_feature != 1 and features != 1) or (of_class < features and classes != 1):
-        raise ValueError(f"{op}: grad_weight_out has strides {list(out.stride())}, expected features with unit stride")
+        raise ValueError(
+            f"{op}: grad_weight_out has strides {list(out.stride())}, expected unit stride along the features"
+        )
     refuse_gradient(op, "grad_weight_out", out)
     return WIDE_HEAD if out.dtype != multiplied else 0
 

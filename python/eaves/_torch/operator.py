@@ -58,7 +58,7 @@ def apply(op: str, function: type[torch.autograd.Function], *arguments: object) 
             raise
         raise NotImplementedError(
             f"{op}: there is no forward-mode derivative; use the reverse mode (torch.autograd.grad, torch.func.vjp; "
-            "of what has a second derivative, jacrev(jacrev(f)) is the Hessian)"
+            "for the Hessian of an operator with a second derivative jacrev(jacrev(f)))"
         ) from None
 
 
@@ -220,7 +220,7 @@ _TWICE_DIFFERENTIABLE = {
 
 def _refuse_second_derivative(op: str) -> NoReturn:
     way_out = _TWICE_DIFFERENTIABLE[op]
-    raise NotImplementedError(f"{op}: there is no second derivative; use {way_out} where one is needed")
+    raise NotImplementedError(f"{op}: there is no second derivative; use {way_out} if you need one")
 
 
 def gradient_function(overload: OpOverload) -> type[torch.autograd.Function]:

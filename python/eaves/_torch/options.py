@@ -114,7 +114,7 @@ _words, _numbers = torch.ops.eaves.loss_options()
 assert _words[::2] == [f"--{name.replace('_', '-')}" for name in NUMBERS], _words
 assert NUMBERS[0] == "label_smoothing"  # both losses read the smoothing from numbers[0]
 NUMBERS_IN_WORDS = f"{', '.join(NUMBERS[:-1])} and {NUMBERS[-1]}"
-_WAYS_OUT = {"scale": "; multiply logits or hidden states by a learned one", "softcap": "; None for no soft cap"}
+_WAYS_OUT = {"scale": "; multiply logits or hidden states by a learned scale", "softcap": "; None for no soft cap"}
 _EXPECTED = [words + _WAYS_OUT.get(name, "") for name, words in zip(NUMBERS, _words[1::2])]
 _TABLE = tuple(zip(NUMBERS, _numbers[::3], _numbers[1::3], _numbers[2::3], _EXPECTED))
 _DEFAULTS = [default for _, default, _, _, _ in _TABLE]
@@ -138,7 +138,7 @@ def class_weight_of(op: str, weight: Tensor, like: Tensor, classes: int, of: str
     the argument that has the classes."""
     name, rows = "class_weight", name_of_rows(op)
     check_beside(op, name, weight, rows, like)
-    check_dtype_of(op, name, weight, (like.dtype, torch.float32), f"that of `{rows}`, or float32")
+    check_dtype_of(op, name, weight, (like.dtype, torch.float32), f"as `{rows}`, or float32")
     check_shape(op, name, weight, [classes], f"one per class of `{of}`")
     refuse_gradient(op, name, weight)
     return weight.contiguous() if weight.layout == torch.strided else weight  # other layouts are refused later
@@ -158,9 +158,9 @@ def row_weight_of(op: str, row_weight: Tensor, like: Tensor, rows: Sequence[int]
 def normalizer_of(op: str, normalizer: object, mode: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The normalizer as one number on the device. The host does not wait for the device."""
     if mode != MEAN:
-        raise ValueError(f'{op}: normalizer is given, but only the mean divides: expected reduction="mean"')
+        raise ValueError(f'{op}: normalizer is given, but only the mean divides by a number; expected reduction="mean"')
     if not isinstance(normalizer, Tensor):
-        expected = f"a number that is not negative and that {name_of(dtype)} has, or a tensor of one"
+        expected = f"a number from 0 in the range of {name_of(dtype)}, or a tensor of one number"
         number = number_of(op, "normalizer", normalizer, 0, torch.finfo(dtype).max, expected)
         if torch.compiler.is_compiling():  # the number stays a symbol, see number_tensor_of
             return torch.ones((), dtype=dtype, device=device) * number

@@ -62,8 +62,8 @@ def wanted_outputs(op: str, names: Sequence[str], has_factors: bool) -> int:
         wanted |= LOSS_OUTPUTS[name]
     if wanted & MEAN_LOGIT and has_factors:
         raise ValueError(
-            f'{op}: the output "mean_logit" does not go with probabilities as the target, nor with weight and '
-            "label_smoothing together; leave it out"
+            f'{op}: outputs has "mean_logit", which does not exist for probabilities as targets, nor for '
+            "weight beside label_smoothing; leave it out"
         )
     return wanted
 

@@ -104,9 +104,11 @@ def _autograd_kernel(
         if is_dual or (is_tracked and (function is None or is_transforming())):
             where = "in a program of torch.export or a direct call of torch.ops.eaves"
             if function is not None:
-                where = "where one or forward mode is around a program of torch.export or a call of torch.ops.eaves"
+                where = (
+                    "if one of them or forward mode is around a program of torch.export or a call of torch.ops.eaves"
+                )
             raise NotImplementedError(
-                f"{op}: its derivative is lost where torch.compile traces torch.vmap or a transform of torch.func, and "
+                f"{op}: its derivative is lost if torch.compile traces torch.vmap or a transform of torch.func, and "
                 f"{where}; leave transforms outside of torch.compile, and call eaves.{op}"
             )
         if is_tracked and function is not None:

@@ -22,7 +22,7 @@ def temperature_of_rows(op: str, temperature: Tensor, rows: Sequence[int], name:
     if len(shape) != len(rows) or any(size not in (1, whole) for size, whole in zip(shape, rows)):
         raise ValueError(
             f"{op}: temperature has shape {shape_of(temperature)}, expected {list(rows)} (one per row of {name} "
-            f"{shape_of(like)}), or the first of these axes, each of its size or 1"
+            f"{shape_of(like)}), or its first axes, each of full size or of size 1"
         )
     return temperature.view(shape).expand(rows)
 

@@ -25,7 +25,7 @@ def uncompiled(op: str, function: Callable[..., Any], when: str = "") -> Callabl
     return disabled
 
 
-OUTSIDE = "it runs outside of the graph that torch.compile makes; leave fullgraph=True out"
+OUTSIDE = "this operator runs outside of the graph that torch.compile makes; leave fullgraph=True out"
 
 
 # These functions are not public. If a later PyTorch lacks the first or the last, calls take the longer way and cost

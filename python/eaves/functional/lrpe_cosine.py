@@ -195,8 +195,8 @@ class LRPECosine(torch.nn.Module):
             raise ValueError(f"{_OP}: {what}")
         axes = 1 if grid is None else len(grid)
         if axes != self.axes:
-            given = "None, one axis" if grid is None else list(grid)
-            raise ValueError(f"{_OP}: grid is {given}, expected one of {self.axes} axes (as the module has)")
+            given = "None (one axis)" if grid is None else list(grid)
+            raise ValueError(f"{_OP}: grid is {given}, expected a grid of {self.axes} axes (as in the module)")
         return lrpe_cosine(
             x, self.theta, grid=grid, extra_tokens=extra_tokens, offset=offset, positions=positions,
             cu_seqlens=cu_seqlens, activation=self.activation, activation_dim=self.activation_dim, layout=self.layout,

@@ -44,7 +44,7 @@ def check_adapter(name: str, head: Any, is_in_pieces: bool) -> None:
     if variants:
         raise NotImplementedError(
             f"patch: the adapter {variants[0]!r} on the head of this {name} is a variant of LoRA (DoRA, for instance), "
-            "expected a sum of products; leave the head out of its target_modules"
+            "expected plain LoRA; leave the head out of its target_modules"
         )
     if is_in_pieces or is_distributed(inner_linear(head).weight):
         raise NotImplementedError(

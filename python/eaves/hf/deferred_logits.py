@@ -112,14 +112,17 @@ class DeferredLogits:
                 self._tensor = self._kept
             elif self._source is None or self._function is None:
                 warnings.warn(
-                    f"eaves.hf: the model uses the logits for more than the loss ({reason}): all of them are computed",
+                    f"eaves.hf: the model uses the logits for more than the loss ({reason}), so eaves computes all "
+                    "logits",
                     stacklevel=3,
                 )
                 self._tensor = self._product(self.hidden)
             else:
                 source = self._source.tensor(reason)
                 if source._version != self._source._version:
-                    raise RuntimeError(f"eaves.hf: logits were written to before {reason} of others made of them")
+                    raise RuntimeError(
+                        f"eaves.hf: the logits were overwritten before {reason} of a tensor that was computed from them"
+                    )
                 self._tensor = self._function(source)
             self._version = self._tensor._version
         return self._tensor

@@ -48,7 +48,8 @@ def check_head(model: Any, head: Any, is_in_pieces: bool = False) -> None:
     name, linear = type(model).__name__, inner_linear(head)
     if "forward" in vars(head) and not has_hook_of_accelerate(head) and not _is_tensor_parallel(head):
         raise NotImplementedError(
-            f"patch: the forward of this {name}'s head was replaced on the instance: patch the model before that"
+            f"patch: the forward of this {name}'s head was replaced on the instance; patch the model before the "
+            "replacement"
         )
     if linear is not head:
         check_adapter(name, head, is_in_pieces)
@@ -60,8 +61,8 @@ def _check_linear(name: str, head: Any) -> None:
     if type(head) is not _LINEAR and not (_is_fully_sharded(head) and isinstance(head, _LINEAR)):
         raise NotImplementedError(
             f"patch: the head of this {name} is a {type(head).__module__}.{type(head).__qualname__}, expected a "
-            "torch.nn.Linear, alone or in LoRA, modules_to_save or trainable tokens of PEFT: one that is quantised or "
-            "has another adapter computes more than products"
+            "torch.nn.Linear, alone or in LoRA, modules_to_save or trainable tokens of PEFT; leave the head out "
+            "of quantisation and of other adapters"
         )
     if has_hook_of_accelerate(head) and head.weight.is_meta:
         raise NotImplementedError(f"patch: {OFFLOADED}")
@@ -79,9 +80,8 @@ def _check_linear(name: str, head: Any) -> None:
 
 
 OFFLOADED = (
-    "the weight of the head is on meta, because accelerate offloads it, and is there within the head's forward alone; "
-    "keep it on a device (with a device_map that gives the head one, and the embedding that it is tied to), or train "
-    "the model without eaves.hf"
+    "accelerate offloads the weight of the head, so eaves cannot read it (its device is meta); pass a device_map that "
+    "keeps the head, and the embedding that it is tied to, on a device, or train the model without eaves.hf"
 )
 
 
@@ -159,8 +159,8 @@ class DefersLogits(torch.nn.Module):
     def product(self, input: Tensor) -> Any:
         if self._eaves_is_in_pieces:
             raise NotImplementedError(
-                "eaves.hf: the head is in pieces over a group (patch(group=...)), and logits are asked for, which no "
-                "rank has whole; calls with labels and skip_logits=True go"
+                "eaves.hf: the head is in pieces over a group (patch(group=...)), so no rank has whole logits; call "
+                "the model with labels and skip_logits=True"
             )
         of_tensor_parallel = vars(self).get("_eaves_forward")
         if of_tensor_parallel is not None:

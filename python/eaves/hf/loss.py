@@ -124,7 +124,7 @@ def _loss_of_pieces(call: LinearCrossEntropyCall, name: str | None, vocab_size: 
     if name is None:
         if not is_distributed(call.head):
             raise ValueError(
-                "eaves.hf: patch() got sequence_parallel=True without a group, and the head is no DTensor; pass one"
+                "eaves.hf: patch() got sequence_parallel=True without a group, and the head is no DTensor; pass group="
             )
         return loss_of_head(call._replace(group=Shard(sequence_parallel=sequence_parallel)))
     if torch.compiler.is_compiling() and name in found_groups:

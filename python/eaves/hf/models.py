@@ -170,7 +170,7 @@ def unpatch(model: _Model) -> _Model:
         raise ValueError(f"unpatch: this {type(base).__name__} is not patched")
     if type(base) is not _patched_class(original):
         raise ValueError(
-            f"unpatch: the model's class was changed to {type(base).__name__} after patch: undo that first"
+            f"unpatch: the model's class was changed to {type(base).__name__} after patch; undo that change first"
         )
     release_head(base)
     release_copies(base.get_output_embeddings())
@@ -217,8 +217,8 @@ def checked_options(weight: Tensor, given: dict[str, Any]) -> dict[str, Any]:
     check_bool("patch", "sequence_parallel", sequence_parallel)
     if not (group is None or isinstance(group, str) or hasattr(group, "group_name")):
         raise TypeError(
-            f"patch: group is a {type(group).__name__}, expected a ProcessGroup or its name; sequence_parallel stands "
-            "beside it"
+            f"patch: group is a {type(group).__name__}, expected a ProcessGroup or its name; pass sequence_parallel "
+            "to patch itself"
         )
     if group is not None or sequence_parallel:
         # The options hold the name, because a ProcessGroup can neither be copied nor pickled.
@@ -258,7 +258,7 @@ def _check_model(model: Any) -> None:
     if model.loss_function not in _losses() or not isinstance(type(model).loss_function, property):
         found = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
         raise NotImplementedError(
-            f"patch: the loss of this {name} is {found}, expected ForCausalLMLoss or ForMaskedLMLoss: eaves.hf is for "
+            f"patch: the loss of this {name} is {found}, expected ForCausalLMLoss or ForMaskedLMLoss; eaves.hf is for "
             "language models"
         )
     if model.get_output_embeddings() is None:
@@ -267,8 +267,8 @@ def _check_model(model: Any) -> None:
         raise NotImplementedError(f"patch: the forward of this {name} takes no labels")
     if "forward" in vars(model) and not has_hook_of_accelerate(model):
         raise NotImplementedError(
-            f"patch: the forward of this {name} was replaced on the instance (accelerate does, for mixed precision): "
-            "patch the model before that"
+            f"patch: the forward of this {name} was replaced on the instance (accelerate does so for mixed "
+            "precision); patch the model before the replacement"
         )
 
 
@@ -313,7 +313,9 @@ def _patched_class(original: Any) -> Any:
             chosen = self._eaves_skip_logits
             skip_logits = has_labels and (self.training if chosen is None else chosen)
         if skip_logits and not has_labels:
-            raise ValueError("skip_logits is True, but there are no labels: nothing would be computed")
+            raise ValueError(
+                "skip_logits is True, but there are no labels, so the model would compute nothing; pass labels"
+            )
         if self.training and not has_labels and kwargs.get("num_items_in_batch") is not None:
             _warn_of_labels(self)
         is_kept = has_own_loss and has_labels and not skip_logits
@@ -321,8 +323,8 @@ def _patched_class(original: Any) -> Any:
         if head is not None and not isinstance(head, DefersLogits):  # resized, adapted or merged after patch
             if torch.compiler.is_compiling():
                 raise RuntimeError(
-                    f"eaves.hf: the head of this {type(self).__name__} is another than at patch: call patch again "
-                    "before torch.compile takes the model"
+                    f"eaves.hf: the head of this {type(self).__name__} was replaced after patch; call patch again "
+                    "before torch.compile"
                 )
             is_in_pieces = self._eaves_options.get("group") is not None
             check_head(self, head, is_in_pieces)
@@ -343,8 +345,8 @@ def _patched_class(original: Any) -> Any:
             output = forward(self, *args, **kwargs)
             if has_labels and not call.has_loss and (options["label_smoothing"] or options["z_loss"]):
                 raise NotImplementedError(
-                    f"eaves.hf: this {type(self).__name__} computed its loss without eaves, and so without the "
-                    "label_smoothing and z_loss of patch: leave them out"
+                    f"eaves.hf: this {type(self).__name__} computed its loss without eaves, which ignores the "
+                    "label_smoothing and z_loss of patch; leave them out"
                 )
         finally:
             call.head, call.is_kept, call.cross_entropy, call.metrics, call.has_loss = outer
@@ -394,8 +396,8 @@ def _patched_class(original: Any) -> Any:
 def _warn_of_labels(model: Any) -> None:
     if not torch.compiler.is_compiling():
         warnings.warn(
-            f"eaves.hf: this {type(model).__name__} computes all logits, because Trainer, or a compute_loss of its "
-            "subclass, has taken the labels away; for label_smoothing_factor call eaves.hf.install() before the "
+            f"eaves.hf: this {type(model).__name__} computes all logits, because Trainer or a compute_loss of its "
+            "subclass removed the labels; for label_smoothing_factor call eaves.hf.install() before the "
             "Trainer is made, or eaves.hf.patch(model, label_smoothing=...) in place of the factor",
             stacklevel=3,
         )

@@ -119,8 +119,8 @@ def _refuse_liger(arguments: Any) -> None:
     kernels = getattr(arguments, "liger_kernel_config", None) or {}
     if arguments.use_liger_kernel and kernels.get("fused_linear_cross_entropy", True):
         raise NotImplementedError(
-            "use_liger_kernel puts Liger's loss into the model; pass "
-            'liger_kernel_config={"fused_linear_cross_entropy": False} to TrainingArguments, or leave it out'
+            "use_liger_kernel puts Liger's loss into the model; leave it out of TrainingArguments, or pass "
+            'liger_kernel_config={"fused_linear_cross_entropy": False}'
         )
 
 

@@ -216,7 +216,7 @@ for _platform in ("cpu", "cuda"):
     mlir.register_lowering(_call_p, functools.partial(_lower, platform=_platform), platform=_platform)
 
 
-# --------------------------------------------------------------------------------------------------- around it: batches
+# -------------------------------------------------------------------------------------------------------------- batches
 
 
 @functools.lru_cache(maxsize=4096)
@@ -276,7 +276,7 @@ def _as_more_rows(call: Call, size: int, in_batched: Sequence[bool], operands: S
     return bind(of_all, *(jnp.moveaxis(each, 0, of.batch_axis) for of, each in zip(call.operands, arrays)))
 
 
-# --------------------------------------------------------------------------------------------------- around it: devices
+# -------------------------------------------------------------------------------------------------------------- devices
 
 
 def _partitioned(call: Call) -> Any:
@@ -366,7 +366,7 @@ def row_factors(count: int) -> tuple[str, ...]:
     return tuple(f"r{axis}" for axis in range(count))
 
 
-# ------------------------------------------------------------------------------------------------- the making of a call
+# ----------------------------------------------------------------------------------------------- construction of a call
 
 
 Arrays = dict[Operand, Any]

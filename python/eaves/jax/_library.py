@@ -33,15 +33,15 @@ class Workspace(NamedTuple):
 def _load() -> ctypes.CDLL:
     if not LIBRARY.exists():
         raise ImportError(
-            f"eaves.jax: {LIBRARY} is not there: the package was built where there was no jaxlib; install jaxlib "
+            f"eaves.jax: {LIBRARY} is missing, because the package was built without jaxlib; install jaxlib "
             f"{JAX_TARGET} or newer and build the package again (pip install .)"
         )
     if _numbers(jaxlib_version) < _numbers(JAX_TARGET):
-        raise ImportError(f"eaves.jax needs jaxlib {JAX_TARGET} or newer, and this is {jaxlib_version}")
+        raise ImportError(f"eaves.jax needs jaxlib {JAX_TARGET} or newer, but {jaxlib_version} is installed")
     try:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
-        raise ImportError(f"eaves.jax: {LIBRARY} does not load: {error}; install the package again") from error
+        raise ImportError(f"eaves.jax: {LIBRARY} cannot be loaded: {error}; install the package again") from error
     library.eaves_jax_table.restype = library.eaves_jax_system.restype = ctypes.c_char_p
     library.eaves_jax_workspace_bytes.restype = library.eaves_jax_self_test.restype = ctypes.c_char_p
     number = ctypes.POINTER(ctypes.c_int64)

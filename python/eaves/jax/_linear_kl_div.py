@@ -154,12 +154,15 @@ def linear_kl_div(
     given = (teacher_hidden, teacher_logits, teacher_log_probs, teacher_probs)
     teacher = _teacher_of(dict(zip(TEACHERS, given)), teacher_head, teacher_tokens, (*rows, classes), head_layout)
     if teacher_rest == "zero" and teacher_tokens is not None and divergence == "reverse":
-        raise ValueError(f'{_OP}: divergence "reverse" is infinite with teacher_rest="zero"')
+        raise ValueError(
+            f'{_OP}: divergence is "reverse", which is infinite if the teacher is 0 outside of its top K; expected '
+            'teacher_rest="class" or "renormalize"'
+        )
     if teacher_tokens is not None:
         is_one = array_of_temperature is None and _positive("temperature", temperature) == 1
         check_temperature_of_top_k(_OP, teacher_rest, is_one)
     if "teacher_lse" in names and teacher_tokens is not None:
-        raise ValueError(f'{_OP}: outputs has "teacher_lse", which a top K does not say; leave it out')
+        raise ValueError(f'{_OP}: outputs has "teacher_lse", which a top K does not determine; leave it out')
     kind = next(name for name in TEACHERS if name in teacher)
     of_teacher = {"teacher_scale": teacher_scale, "teacher_softcap": teacher_softcap}
     check_teacher_options(_OP, kind, teacher_bias=teacher_bias, **of_teacher)
@@ -369,8 +372,8 @@ def _of_rows(name: str, array: Any, rows: tuple[int, ...]) -> jax.Array:
     shape = (*found.shape, *(1,) * (len(rows) - found.ndim))
     if len(shape) != len(rows) or any(size not in (1, whole) for size, whole in zip(shape, rows)):
         raise ValueError(
-            f"{_OP}: {name} has shape {list(found.shape)}, expected {list(rows)} (one per row), or the first of these "
-            "axes, each of its size or 1"
+            f"{_OP}: {name} has shape {list(found.shape)}, expected {list(rows)} (one per row), or its first axes, "
+            "each of full size or of size 1"
         )
     return jnp.broadcast_to(found.reshape(shape), rows)
 
@@ -378,7 +381,7 @@ def _of_rows(name: str, array: Any, rows: tuple[int, ...]) -> jax.Array:
 def _targets_of(targets: Any, rows: tuple[int, ...], is_needed: bool) -> jax.Array | None:
     if targets is None:
         if is_needed:
-            raise ValueError(f"{_OP}: targets are missing, which the hard loss is of")
+            raise ValueError(f"{_OP}: the hard loss needs targets; pass a class for each row")
         return None
     targets = jnp.asarray(targets)
     if targets.dtype not in CLASS_DTYPES:
@@ -398,16 +401,18 @@ def _teacher_of(
     """The teacher's arrays by name; `logits`: the shape of logits."""
     teacher = {name: jnp.asarray(each) for name, each in given.items() if each is not None}
     if len(teacher) != 1:
-        found = ", ".join(teacher) or "none of them"
-        raise ValueError(f"{_OP}: got {found}, expected one of {_listed(TEACHERS)}")
+        found = " and ".join(teacher) or "nothing"
+        raise ValueError(f"{_OP}: the teacher is given by {found}, expected one of {_listed(TEACHERS)}")
     (name,), (array,), rows = teacher, teacher.values(), logits[:-1]
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(f"{_OP}: {name} has dtype {array.dtype}, expected a floating-point type")
     if (teacher_head is None) == (name == "teacher_hidden"):
-        raise ValueError(f"{_OP}: teacher_hidden and teacher_head go together, and with no other form of the teacher")
+        raise ValueError(
+            f"{_OP}: teacher_hidden and teacher_head are expected together, without another form of the teacher"
+        )
     if tokens is not None:
         if name != "teacher_log_probs":
-            raise ValueError(f"{_OP}: teacher_tokens are given with {name}, expected with teacher_log_probs")
+            raise ValueError(f"{_OP}: teacher_tokens is given beside {name}, expected teacher_log_probs")
         tokens = jnp.asarray(tokens)
         if tokens.dtype not in CLASS_DTYPES:
             raise ValueError(f"{_OP}: teacher_tokens has dtype {tokens.dtype}, expected int32 or int64")
@@ -425,6 +430,8 @@ def _teacher_of(
         _, head, _ = checked_head(_OP, array, teacher_head, None, layout, ("teacher_hidden", "teacher_head"))
         _check_dtypes(array, head, None, "teacher_")
         if head.shape[layout.index("v")] != logits[-1]:
-            raise ValueError(f"{_OP}: teacher_head has shape {list(head.shape)}, expected {logits[-1]} classes as head")
+            raise ValueError(
+                f"{_OP}: teacher_head has shape {list(head.shape)}, expected {logits[-1]} classes (as head)"
+            )
         teacher["teacher_head"] = head
     return teacher

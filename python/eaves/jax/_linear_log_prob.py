@@ -89,7 +89,10 @@ def linear_log_prob(
     if tokens.dtype not in CLASS_DTYPES:
         raise ValueError(f"{_OP}: tokens has dtype {tokens.dtype}, expected int32 or int64")
     if tokens.shape != jnp.shape(hidden)[:-1]:
-        raise ValueError(f"{_OP}: tokens has shape {list(tokens.shape)}, expected that of hidden's rows")
+        raise ValueError(
+            f"{_OP}: tokens has shape {list(tokens.shape)}, expected {list(jnp.shape(hidden)[:-1])} (one for each row "
+            "of hidden)"
+        )
     options = options_of(_OP, ignore_index, softcap=softcap, scale=scale)
     loss = HeadLoss(
         op=_OP, options=options, outputs=tuple("argmax" if name == "is_top1" else name for name in names), mode=NONE,
@@ -113,6 +116,6 @@ def _tempered(name: str, value: Any, temperature: float) -> float:
         raise ValueError(f"{_OP}: {name} is {number}, expected a positive number")
     if number / temperature > float(np.finfo(np.float32).max):
         raise ValueError(
-            f"{_OP}: {name} / temperature is {number / temperature}, expected a positive number that float32 has"
+            f"{_OP}: {name} / temperature is {number / temperature}, expected a positive number in the range of float32"
         )
     return number / temperature

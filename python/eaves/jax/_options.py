@@ -35,7 +35,7 @@ def number_of(op: str, name: str, value: Any, as_number: Callable[[Any], Any] = 
         number = as_number(value)
     except (TypeError, jax.errors.ConcretizationTypeError):
         raise TypeError(
-            f"{op}: {name} is no number, or one that is not known while JAX traces; bind it with "
+            f"{op}: {name} is not a number that is known while JAX traces; bind it with "
             "functools.partial or name it in static_argnames"
         ) from None
     if not math.isfinite(number):
@@ -106,7 +106,7 @@ def normalizer_of(op: str, normalizer: Any, mode: int, dtype: Any) -> jax.Array 
     if normalizer is None:
         return None
     if mode != MEAN:
-        raise ValueError(f'{op}: normalizer is given, but only the mean divides: expected reduction="mean"')
+        raise ValueError(f'{op}: normalizer is given, but only the mean divides by a number; expected reduction="mean"')
     array = jnp.asarray(normalizer, dtype)
     if array.size != 1:
         raise ValueError(f"{op}: normalizer has shape {list(array.shape)}, expected one element")

@@ -67,10 +67,12 @@ def shard_of(
             "inside of jax.shard_map with check_vma=True"
         )
     if targets is not None and is_soft(targets):
-        raise NotImplementedError(f"{op}: targets are probabilities, expected classes where axis_name is given")
+        raise NotImplementedError(f"{op}: targets are probabilities, expected classes beside axis_name")
     shard = Shard(axis_name, own, own * jax.lax.axis_size(axis_name))
     if "argmax" in outputs and shard.classes > _MOST_CLASSES_OF_ARGMAX:
-        raise NotImplementedError(f"{op}: argmax is known up to 2^24 classes where axis_name is given")
+        raise NotImplementedError(
+            f"{op}: the vocabulary has {shard.classes} classes, expected at most 2^24 for argmax beside axis_name"
+        )
     return shard
 
 

@@ -595,7 +595,7 @@ TEST(CrossEntropyTargetsOnCpu, AnIgnoreIndexOutOfRangeIsNotOutOfRange) {
 class CrossEntropyTargetsOnGpu : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (runtime::gpu_count() == 0) GTEST_SKIP() << system_info().cuda_missing;
+    if (runtime::gpu_count() == 0) GTEST_SKIP() << "no GPU: " << system_info().cuda_missing;
     unsetenv("EAVES_CHECK_TARGETS");
   }
   void TearDown() override { unsetenv("EAVES_CHECK_TARGETS"); }

@@ -36,7 +36,7 @@ const std::string kResultDtype = " has dtype bfloat16, expected float32 (float32
 const std::string kCountsAsMissing =
     " has data but counts as missing, expected a view made by contiguous() or strided()";
 const std::string kMeanLogit =
-    "mean_logit is given with soft targets, or with weights and label_smoothing: there is none with those";
+    "mean_logit is given, but soft targets, and class_weight beside label_smoothing, have no mean logit; leave it out";
 
 /// The arguments of a legal call of each kind, four rows of three classes. A test makes one of them illegal.
 class CrossEntropyErrors : public ::testing::Test {
@@ -137,7 +137,7 @@ TEST_F(CrossEntropyErrors, WeightsOfRows) {
       {ones({4}, DType::bfloat16),
        "row_weight has dtype bfloat16, expected float32 (float32, or float64 where logits is float64)"},
       {TensorView::strided(ones_.data(), DType::float32, {4}, {2}),
-       "row_weight has shape [4] and strides [2], expected it to be contiguous"}};
+       "row_weight has shape [4] and strides [2], expected a contiguous tensor"}};
   for (const auto& [view, sentence] : table) {
     forward_.refuses({{&Forward::row_weight, view, sentence}});
     backward_.refuses({{&Backward::row_weight, view, sentence}});
@@ -190,17 +190,18 @@ TEST_F(CrossEntropyErrors, MissingTensors) {
 }
 
 TEST_F(CrossEntropyErrors, WhatTheBackwardNeedsOfTheForward) {
-  const std::string written = " is missing, expected it as the forward wrote it";
+  const std::string written = " is missing, expected the forward's output";
   backward_.refuses({
       {&Backward::lse, missing(), "lse" + written},
-      {&Backward::divisor, missing(), "divisor" + written + " (reduction is mean)"},
-      {&Backward::grad_entropy, ones({4}), "entropy" + written + " (grad_entropy is given)"},
-      {&Backward::targets, ones({4, 3}), "target_mass" + written + " (targets are soft)"},
+      {&Backward::divisor, missing(), "divisor" + written + ", because reduction is mean"},
+      {&Backward::grad_entropy, ones({4}), "entropy" + written + ", because grad_entropy is given"},
+      {&Backward::targets, ones({4, 3}), "target_mass" + written + ", because the targets are soft"},
       {[&](Backward& a) { a.class_weight = ones({3}), a.options.label_smoothing = 0.1; },
-       "target_mass" + written + " (class_weight and label_smoothing are given)"},
+       "target_mass" + written + ", because class_weight and label_smoothing are given"},
       {[&](Backward& a) { a.class_weight = ones({3}), a.classes = 6; },
-       "target_mass is missing, expected it as the merge wrote it (class_weight is given, and logits has a part of the "
-       "classes)"},
+       "target_mass is missing, expected the merge's output, because class_weight is given and logits has a part of "
+       "the "
+       "classes"},
   });
   backward_.accepts([&](Backward& a) { a.class_weight = ones({3}); });
   backward_.accepts([&](Backward& a) { a.classes = 6, a.options.label_smoothing = 0.1; });
@@ -227,19 +228,19 @@ TEST_F(CrossEntropyErrors, Options) {
       {{.label_smoothing = 1.5}, "label_smoothing is 1.5, expected 0 to 1"},
       {{.label_smoothing = -0.25}, "label_smoothing is -0.25, expected 0 to 1"},
       {{.label_smoothing = kNaN}, "label_smoothing is nan, expected 0 to 1"},
-      {{.scale = 0.0}, "scale is 0, expected a positive number that float32 has"},
-      {{.scale = -1.0}, "scale is -1, expected a positive number that float32 has"},
-      {{.scale = kNaN}, "scale is nan, expected a positive number that float32 has"},
-      {{.scale = kInfinity}, "scale is inf, expected a positive number that float32 has"},
-      {{.softcap = -30.0}, "softcap is -30, expected a positive number that float32 has, or 0 for none"},
-      {{.softcap = kNaN}, "softcap is nan, expected a positive number that float32 has, or 0 for none"},
-      {{.softcap = kInfinity}, "softcap is inf, expected a positive number that float32 has, or 0 for none"},
-      {{.scale = 1e300}, "scale is 1e+300, expected a positive number that float32 has"},
-      {{.softcap = 1e-50}, "softcap is 1e-50, expected a positive number that float32 has, or 0 for none"},
-      {{.z_loss_weight = 1e300}, "z_loss_weight is 1e+300, expected 0 or a positive number that float32 has"},
-      {{.z_loss_weight = -1e-4}, "z_loss_weight is -0.0001, expected 0 or a positive number that float32 has"},
-      {{.z_loss_weight = kNaN}, "z_loss_weight is nan, expected 0 or a positive number that float32 has"},
-      {{.z_loss_weight = kInfinity}, "z_loss_weight is inf, expected 0 or a positive number that float32 has"},
+      {{.scale = 0.0}, "scale is 0, expected a positive number in the range of float32"},
+      {{.scale = -1.0}, "scale is -1, expected a positive number in the range of float32"},
+      {{.scale = kNaN}, "scale is nan, expected a positive number in the range of float32"},
+      {{.scale = kInfinity}, "scale is inf, expected a positive number in the range of float32"},
+      {{.softcap = -30.0}, "softcap is -30, expected a positive number in the range of float32, or 0 for none"},
+      {{.softcap = kNaN}, "softcap is nan, expected a positive number in the range of float32, or 0 for none"},
+      {{.softcap = kInfinity}, "softcap is inf, expected a positive number in the range of float32, or 0 for none"},
+      {{.scale = 1e300}, "scale is 1e+300, expected a positive number in the range of float32"},
+      {{.softcap = 1e-50}, "softcap is 1e-50, expected a positive number in the range of float32, or 0 for none"},
+      {{.z_loss_weight = 1e300}, "z_loss_weight is 1e+300, expected 0 or a positive number in the range of float32"},
+      {{.z_loss_weight = -1e-4}, "z_loss_weight is -0.0001, expected 0 or a positive number in the range of float32"},
+      {{.z_loss_weight = kNaN}, "z_loss_weight is nan, expected 0 or a positive number in the range of float32"},
+      {{.z_loss_weight = kInfinity}, "z_loss_weight is inf, expected 0 or a positive number in the range of float32"},
       {{.reduction = static_cast<Reduction>(7)}, "reduction is 7, expected one of enum Reduction"},
   };
   for (const Case& c : cases) {
@@ -255,15 +256,14 @@ TEST_F(CrossEntropyErrors, Options) {
 TEST_F(CrossEntropyErrors, ShapesOfInputs) {
   forward_.refuses({
       {&Forward::targets, of_shape({3}), "targets has shape [3], expected [4] (one per row of logits [4, 3])"},
-      {&Forward::targets, ones({4}), "targets has shape [4], expected [4, 3] (soft targets: that of logits)"},
+      {&Forward::targets, ones({4}), "targets has shape [4], expected [4, 3] (soft targets: as logits)"},
       {&Forward::class_weight, ones({4}), "class_weight has shape [4], expected [3] (one per class of logits)"},
       {&Forward::normalizer, ones({2}), "normalizer has shape [2], expected one element"},
   });
   backward_.refuses({
       {&Backward::grad_loss, ones({4}), "grad_loss has shape [4], expected one element"},
       {[&](Backward& a) { a.options.reduction = Reduction::none, a.divisor = {}; }, "grad_loss has shape []" + kPerRow},
-      {&Backward::grad_logits, grad_logits_.view({3, 4}),
-       "grad_logits has shape [3, 4], expected [4, 3] (that of logits)"},
+      {&Backward::grad_logits, grad_logits_.view({3, 4}), "grad_logits has shape [3, 4], expected [4, 3] (as logits)"},
       {&Backward::divisor, ones({4}), "divisor has shape [4], expected one element"},
   });
   for (const auto& [name, tensor] : Named<Backward>{{"grad_lse", &Backward::grad_lse},
@@ -309,7 +309,7 @@ TEST_F(CrossEntropyErrors, ShapesOfOutputs) {
 }
 
 TEST_F(CrossEntropyErrors, WhatOnlyTheMeanHas) {
-  const std::string why = " is given, but only the mean divides: expected reduction mean, or no such argument";
+  const std::string why = " is given, but only the mean divides by a number; expected reduction mean";
   for (const Reduction reduction : {Reduction::none, Reduction::sum}) {
     const Dims shape = reduction == Reduction::sum ? Dims{} : Dims{4};
     forward_.legal.options.reduction = backward_.legal.options.reduction = merge_.legal.options.reduction = reduction;
@@ -322,17 +322,18 @@ TEST_F(CrossEntropyErrors, WhatOnlyTheMeanHas) {
 }
 
 TEST_F(CrossEntropyErrors, Dtypes) {
-  const std::string soft = " (soft targets: that of logits, or float32)";
+  const std::string soft = " (soft targets: as logits, or float32)";
   forward_.refuses({
       {&Forward::logits, TensorView::contiguous(targets_.data(), DType::int64, {4, 1}),
-       "logits has dtype int64, expected float32 or float64 or float16 or bfloat16 (integers are no logits)"},
+       "logits has dtype int64, expected float32 or float64 or float16 or bfloat16 (logits are floating-point "
+       "numbers)"},
       {&Forward::targets, of_dtype(DType::int16),
-       "targets has dtype int16, expected int64 or int32 (classes; or a floating-point type for soft targets)"},
+       "targets has dtype int16, expected int64 or int32 (classes; soft targets have a floating-point type)"},
       {&Forward::targets, ones({4, 3}, DType::bfloat16), "targets has dtype bfloat16, expected float32" + soft},
       {&Forward::class_weight, of_dtype(DType::float16),
-       "class_weight has dtype float16, expected float32 (that of logits, or float32)"},
+       "class_weight has dtype float16, expected float32 (as logits, or float32)"},
       {&Forward::normalizer, ones({}, DType::bfloat16), "normalizer" + kResultDtype},
-      {&Forward::argmax, of_dtype(DType::int32), "argmax has dtype int32, expected int64 (a class of each row)"},
+      {&Forward::argmax, of_dtype(DType::int32), "argmax has dtype int32, expected int64 (classes)"},
   });
   for (const auto& [name, tensor] : Named<Forward>{{"loss", &Forward::loss},
                                                    {"lse", &Forward::lse},
@@ -344,9 +345,9 @@ TEST_F(CrossEntropyErrors, Dtypes) {
   }
   backward_.refuses({
       {&Backward::grad_loss, of_dtype(DType::float16),
-       "grad_loss has dtype float16, expected float32 (that of the loss, or of logits)"},
+       "grad_loss has dtype float16, expected float32 (as the loss, or logits)"},
       {&Backward::grad_logits, of_dtype(DType::bfloat16),
-       "grad_logits has dtype bfloat16, expected float32 (that of logits)"},
+       "grad_logits has dtype bfloat16, expected float32 (as logits)"},
       {&Backward::lse, of_dtype(DType::float16),
        "lse has dtype float16, expected float32 (float32, or float64 where logits is float64)"},
       {&Backward::grad_lse, ones({4}, DType::bfloat16), "grad_lse" + kResultDtype},
@@ -357,7 +358,7 @@ TEST_F(CrossEntropyErrors, Dtypes) {
   });
   merge_.refuses({
       {&Merge::statistics, of_dtype(DType::float16),
-       "statistics has dtype float16, expected float32 or float64 (as the shards wrote them)"},
+       "statistics has dtype float16, expected float32 or float64 (the statistics of the shards)"},
       {&Merge::targets, of_dtype(DType::uint8), "targets has dtype uint8, expected int64 or int32 (classes)"},
   });
 }
@@ -395,12 +396,13 @@ TEST_F(CrossEntropyErrors, AGpuThatIsNotThere) {
 }
 
 TEST_F(CrossEntropyErrors, Memory) {
-  const std::string contiguous = ", expected it to be contiguous";
+  const std::string contiguous = ", expected a contiguous tensor";
   forward_.refuses({
-      {&Forward::logits, at_address(nullptr), "logits has shape [4, 3] but no memory (data is null)"},
+      {&Forward::logits, at_address(nullptr),
+       "logits has shape [4, 3] but a null pointer as data, expected an address"},
       {&Forward::logits, at_address(reinterpret_cast<char*>(logits_.data()) + 2),
        "logits is not aligned to its elements, expected an address divisible by 4 for float32"},
-      {&Forward::logits, of_strides({3}), "logits has shape [4, 3] and strides [3], expected one stride per axis"},
+      {&Forward::logits, of_strides({3}), "logits has shape [4, 3] and strides [3], expected a stride for each axis"},
       {&Forward::class_weight, of_strides({2}), "class_weight has shape [3] and strides [2]" + contiguous},
   });
   for (const auto& [name, tensor] : Named<Forward>{{"lse", &Forward::lse},
@@ -493,8 +495,9 @@ class CrossEntropyNarrowErrors : public CrossEntropyErrors {
   /// The message that the gradient does not lie in the first halves of the rows.
   static std::string misplaced(const std::string& strides, const std::string& logits_strides) {
     return "grad_logits has dtype bfloat16 and strides " + strides + " over logits with strides " + logits_strides +
-           ", expected of a narrower gradient the data of logits, classes as the last axis with unit stride, rows that "
-           "start on 16 bytes, and strides of twice as many elements";
+           "; a gradient of 16 bits over logits in float32 needs the address of logits, classes on the last axis with "
+           "unit "
+           "stride, rows that start at multiples of 16 bytes, and twice the other strides of logits";
   }
 };
 
@@ -508,19 +511,18 @@ TEST_F(CrossEntropyNarrowErrors, Dtypes) {
   integers.dtype = DType::int16;
   expect_both_refused(
       wide_view({4, 1}), integers,
-      "grad_logits has dtype int16, expected float16 or bfloat16 (narrower than the float32 of logits)");
+      "grad_logits has dtype int16, expected float16 or bfloat16 (a gradient of 16 bits over logits in float32)");
   in_place_.refuses({
       {&InPlace::grad_logits, wide_view({4, 1}),
-       "grad_logits has dtype float32, expected float16 or bfloat16 (narrower than the float32 of logits)"},
+       "grad_logits has dtype float32, expected float16 or bfloat16 (a gradient of 16 bits over logits in float32)"},
       {[&](InPlace& a) { a.forward.logits = a.grad_logits; },
-       "logits has dtype bfloat16, expected float32 (grad_logits is narrower)"},
+       "logits has dtype bfloat16, expected float32 (grad_logits has 16 bits)"},
   });
   // A narrower gradient has to overwrite the logits, and the logits must not be float64.
   backward_.refuses({
       {&Backward::grad_logits, grad_logits_.view({4, 3}, DType::bfloat16),
-       "grad_logits has dtype bfloat16, expected float32 (that of logits)"},
-      {&Backward::logits, of_dtype(DType::float64),
-       "grad_logits has dtype bfloat16, expected float64 (that of logits)"},
+       "grad_logits has dtype bfloat16, expected float32 (as logits)"},
+      {&Backward::logits, of_dtype(DType::float64), "grad_logits has dtype bfloat16, expected float64 (as logits)"},
   });
 }
 
@@ -546,7 +548,7 @@ TEST_F(CrossEntropyNarrowErrors, Places) {
 TEST_F(CrossEntropyNarrowErrors, ShapesAndDevices) {
   TensorView narrow = narrow_view({8, 1});
   narrow.shape = {4, 2};
-  expect_both_refused(wide_view({4, 1}), narrow, "grad_logits has shape [4, 2], expected [4, 3] (that of logits)");
+  expect_both_refused(wide_view({4, 1}), narrow, "grad_logits has shape [4, 2], expected [4, 3] (as logits)");
   narrow = narrow_view({8, 1});
   narrow.device = kCuda;
   expect_both_refused(wide_view({4, 1}), narrow, "grad_logits is on cuda:0, expected cpu (as logits)");
@@ -556,8 +558,7 @@ TEST_F(CrossEntropyNarrowErrors, ShapesAndDevices) {
 TEST_F(CrossEntropyNarrowErrors, SoftTargetsOfAnotherLayout) {
   const TensorView targets = TensorView::strided(ones_.data(), DType::float32, {4, 3}, {1, 4});
   const std::string message =
-      "targets are distributions with strides [1, 4], expected classes with unit stride (grad_logits is narrower than "
-      "logits)";
+      "targets has probabilities with strides [1, 4], expected unit stride along the classes (grad_logits has 16 bits)";
   backward_.refuses({{[&](Backward& a) { a.targets = targets, a.target_mass = ones({4}); }, message}});
   in_place_.refuses({{[&](InPlace& a) { a.forward.targets = targets; }, message}});
 }
@@ -568,13 +569,13 @@ TEST_F(CrossEntropyErrors, PartsOfAVocabulary) {
     const char* message;
   };
   const Part parts[] = {
-      {4, 6, "logits has the classes 4 to 4 + 3, expected a part of 6 classes"},
-      {-1, 6, "logits has the classes -1 to -1 + 3, expected a part of 6 classes"},
-      {0, 2, "logits has the classes 0 to 0 + 3, expected a part of 2 classes"},
-      {1, 0, "logits has the classes 1 to 1 + 3, expected a part of 3 classes"},
-      {0, -5, "logits has the classes 0 to 0 + 3, expected a part of -5 classes"},
+      {4, 6, "logits begins with class 4 and has 3 classes, expected a part of 6 classes"},
+      {-1, 6, "logits begins with class -1 and has 3 classes, expected a part of 6 classes"},
+      {0, 2, "logits begins with class 0 and has 3 classes, expected a part of 2 classes"},
+      {1, 0, "logits begins with class 1 and has 3 classes, expected a part of 3 classes"},
+      {0, -5, "logits begins with class 0 and has 3 classes, expected a part of -5 classes"},
       {std::numeric_limits<std::int64_t>::max(), 6,
-       "logits has the classes 9223372036854775807 to 9223372036854775807 + 3, expected a part of 6 classes"},
+       "logits begins with class 9223372036854775807 and has 3 classes, expected a part of 6 classes"},
   };
   for (const Part& part : parts) {
     const auto spoil = [&](auto& args) { args.first_class = part.first_class, args.classes = part.classes; };
@@ -589,9 +590,9 @@ TEST_F(CrossEntropyErrors, ShapesOfStatistics) {
                    "statistics has shape [4, 8], expected [4, 10] (the statistics of each row of logits)"}});
   merge_.refuses({
       {&Merge::statistics, ones({2, 5, 10}),
-       "statistics has shape [2, 5, 10], expected [2, 4, 10] (of each shard, for each row)"},
+       "statistics has shape [2, 5, 10], expected [2, 4, 10] (the statistics of each shard and each row)"},
       {&Merge::statistics, ones({4, 10}),
-       "statistics has shape [4, 10], expected [4, 4, 10] (of each shard, for each row)"},
+       "statistics has shape [4, 10], expected [4, 4, 10] (the statistics of each shard and each row)"},
       {[](Merge& a) { a.classes = 0; }, "classes is 0, expected the number of classes of all shards"},
       {&Merge::lse, lse_.view({5}), "lse has shape [5]" + kPerRow},
   });
@@ -604,9 +605,10 @@ TEST_F(CrossEntropyErrors, Rescaling) {
       {[](Rescale& a) { a.class_axis = 2; }, "class_axis is 2, expected -2 to 1 (grad_logits has 2 axes)"},
       {&Rescale::grad_loss, ones({3}), "grad_loss has shape [3]" + kPerRow},
       {&Rescale::grad_logits, of_dtype(DType::int32),
-       "grad_logits has dtype int32, expected float32 or float64 or float16 or bfloat16 (integers are no gradients)"},
+       "grad_logits has dtype int32, expected float32 or float64 or float16 or bfloat16 (gradients are floating-point "
+       "numbers)"},
       {&Rescale::grad_loss, of_dtype(DType::bfloat16),
-       "grad_loss has dtype bfloat16, expected float32 (that of the loss, or of logits)"},
+       "grad_loss has dtype bfloat16, expected float32 (as the loss, or logits)"},
       {&Rescale::grad_logits, of_strides({1, 1}), sharing("grad_logits has shape [4, 3] and strides [1, 1]")},
       {&Rescale::grad_loss, grad_logits_.view({4}), overlapping("grad_logits", "grad_loss")},
       {&Rescale::grad_loss, on_device(kCuda), "grad_loss is on cuda:0, expected cpu (as grad_logits)"},

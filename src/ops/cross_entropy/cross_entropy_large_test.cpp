@@ -148,7 +148,7 @@ TEST_P(SlowCrossEntropy, SoftTargetsBeyond2To31Elements) {
   const std::int64_t columns = large.shape[1];
   const std::int64_t count = large.span();
   if (runtime::free_memory_bytes(device()) < large.bytes() + (std::int64_t{1} << 30)) {
-    GTEST_SKIP() << "too little memory";
+    GTEST_SKIP() << "this device has too little memory";
   }
   const LargeMemory logits(device(), count * 2);
   const LargeMemory grad_logits(device(), count * 2);

@@ -141,7 +141,7 @@ struct LossRows {
   }
 };
 
-// ---- all rows to one loss ------------------------------------------------------------------------------------------
+// ---- sum of the rows -----------------------------------------------------------------------------------------------
 
 struct LossSums {
   double loss = 0.0;
@@ -219,7 +219,7 @@ void reduce_losses(const char* op, const CrossEntropyInputs& inputs, const RowOu
                             sums, inputs.device, stream);
 }
 
-// ---- which reduction -----------------------------------------------------------------------------------------------
+// ---- choice of the reduction ---------------------------------------------------------------------------------------
 
 /// Is PlainLoss, the pass of logsumexp, enough for this call?
 inline bool suits_plain_loss(const CrossEntropyInputs& inputs) {

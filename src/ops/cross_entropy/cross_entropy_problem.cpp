@@ -37,8 +37,8 @@ bool is_narrower(const TensorView& grad_logits, const TensorView& logits) {
 
 /// The caller has checked shape and device.
 void check_narrow_gradient(const Argument& grad_logits, const TensorView& logits, int class_axis) {
-  check::has_dtype(grad_logits, {DType::float16, DType::bfloat16}, "narrower than the float32 of `logits`");
-  check::has_dtype({grad_logits.op, "logits", logits}, {DType::float32}, "`grad_logits` is narrower");
+  check::has_dtype(grad_logits, {DType::float16, DType::bfloat16}, "a gradient of 16 bits over `logits` in float32");
+  check::has_dtype({grad_logits.op, "logits", logits}, {DType::float32}, "`grad_logits` has 16 bits");
   if (logits.element_count() == 0) return;  // an empty tensor may have any strides
   const int rank = logits.shape.size();
   const auto is_aligned = [](std::uint64_t bytes) { return bytes % 16 == 0; };
@@ -52,12 +52,14 @@ void check_narrow_gradient(const Argument& grad_logits, const TensorView& logits
                : grad_logits.view.strides[axis] == 2 * stride && is_aligned(static_cast<std::uint64_t>(stride) * 4);
   }
   if (!fits) {
-    check::fail(grad_logits,
-                std::string("has dtype ") + name_of(grad_logits.view.dtype) + " and strides " +
-                    check::to_string(grad_logits.view.strides) + " over `logits` with strides " +
-                    check::to_string(logits.strides) +
-                    ", expected of a narrower gradient the data of `logits`, classes as the last axis with "
-                    "unit stride, rows that start on 16 bytes, and strides of twice as many elements");
+    check::fail(
+        grad_logits,
+        std::string("has dtype ") + name_of(grad_logits.view.dtype) + " and strides " +
+            check::to_string(grad_logits.view.strides) + " over `logits` with strides " +
+            check::to_string(logits.strides) +
+            "; a gradient of 16 bits over `logits` in float32 needs the address of `logits`, classes on the last "
+            "axis with unit stride, rows that start at multiples of 16 bytes, and twice the other strides of "
+            "`logits`");
   }
 }
 
@@ -65,8 +67,8 @@ void check_narrow_gradient(const Argument& grad_logits, const TensorView& logits
 void check_narrow_layout(const CrossEntropyInputs& inputs, const Argument& targets) {
   const bool is_empty = inputs.view.row_count == 0 || inputs.view.column_count == 0;  // an empty view has no layout
   if (is_empty || inputs.view.layout == RowLayout::contiguous) return;
-  check::fail(targets, "are distributions with strides " + check::to_string(targets.view.strides) +
-                           ", expected classes with unit stride (`grad_logits` is narrower than `logits`)");
+  check::fail(targets, "has probabilities with strides " + check::to_string(targets.view.strides) +
+                           ", expected unit stride along the classes (`grad_logits` has 16 bits)");
 }
 
 /// `inputs` comes first: it reads the row shape from `checked` before `checked` is moved.
@@ -89,7 +91,8 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
   const Argument targets{op, "targets", args.targets};
   const Argument class_weight{op, "class_weight", args.class_weight};
   check::is_valid(logits);
-  check::has_dtype(logits, {DType::float32, DType::float64, DType::float16, DType::bfloat16}, "integers are no logits");
+  check::has_dtype(logits, {DType::float32, DType::float64, DType::float16, DType::bfloat16},
+                   "logits are floating-point numbers");
   const int rank = args.logits.shape.size();
   const int class_axis = check::axis(logits, "class_axis", args.class_axis);
   check::loss_options(op, args.options);
@@ -106,10 +109,10 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
   check::is_on(targets, args.logits.device, "logits");
   const bool is_soft = is_floating_point(args.targets.dtype);
   if (is_soft) {
-    check::has_dtype(targets, {args.logits.dtype, DType::float32}, "soft targets: that of `logits`, or float32");
-    check::has_shape(targets, args.logits.shape, "soft targets: that of `logits`");
+    check::has_dtype(targets, {args.logits.dtype, DType::float32}, "soft targets: as `logits`, or float32");
+    check::has_shape(targets, args.logits.shape, "soft targets: as `logits`");
   } else {
-    check::has_dtype(targets, {DType::int64, DType::int32}, "classes; or a floating-point type for soft targets");
+    check::has_dtype(targets, {DType::int64, DType::int32}, "classes; soft targets have a floating-point type");
     if (args.targets.shape != checked.row_shape) {  // has_shape() alone would build the text in every call
       check::has_shape(targets, checked.row_shape, checked.per_row_shape() + " " + check::to_string(args.logits.shape));
     }
@@ -119,7 +122,7 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
   if (check::is_given(class_weight)) {
     check::is_on(class_weight, args.logits.device, "logits");
     check::has_shape(class_weight, {columns}, "one per class of `logits`");
-    check::has_dtype(class_weight, {args.logits.dtype, DType::float32}, "that of `logits`, or float32");
+    check::has_dtype(class_weight, {args.logits.dtype, DType::float32}, "as `logits`, or float32");
     check::is_contiguous(class_weight);
     checked.take_input(class_weight);
   }
@@ -131,9 +134,9 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
   args.overwrites_logits ? checked.take_output(logits) : checked.take_input(logits);
   const std::int64_t classes = args.classes == 0 ? columns : args.classes;
   if (args.first_class < 0 || args.classes < 0 || args.first_class > classes - columns) {
-    check::fail(logits, "has the classes " + std::to_string(args.first_class) + " to " +
-                            std::to_string(args.first_class) + " + " + std::to_string(columns) +
-                            ", expected a part of " + std::to_string(classes) + " classes");
+    check::fail(logits, "begins with class " + std::to_string(args.first_class) + " and has " +
+                            std::to_string(columns) + " classes, expected a part of " + std::to_string(classes) +
+                            " classes");
   }
   // Without classes only ignore_index is a legal target, and a GPU reports an illegal one by a NaN only.
   if (classes == 0 && !is_soft && args.targets.element_count() > 0) {
@@ -197,12 +200,12 @@ CrossEntropyBackwardProblem make_problem(const CrossEntropyBackwardArgs& args) {
   check::is_valid({kBackward, "logits", args.logits});
   check::is_valid(grad_logits);
   check::is_on(grad_logits, args.logits.device, "logits");
-  check::has_shape(grad_logits, args.logits.shape, "that of `logits`");
+  check::has_shape(grad_logits, args.logits.shape, "as `logits`");
   const bool is_narrow = is_narrower(args.grad_logits, args.logits);
   if (is_narrow) {
     check_narrow_gradient(grad_logits, args.logits, args.class_axis);
   } else {
-    check::has_dtype(grad_logits, {args.logits.dtype}, "that of `logits`");
+    check::has_dtype(grad_logits, {args.logits.dtype}, "as `logits`");
   }
   check::is_valid({kBackward, "grad_loss", args.grad_loss});
   // The gradient may be written over the logits; otherwise it must not overlap any input.
@@ -219,18 +222,19 @@ CrossEntropyBackwardProblem make_problem(const CrossEntropyBackwardArgs& args) {
   const Argument entropy{kBackward, "entropy", args.entropy};
   const Argument target_mass{kBackward, "target_mass", args.target_mass};
   const Argument divisor{kBackward, "divisor", args.divisor};
-  check::is_required(lse, "as the forward wrote it");
-  if (args.grad_entropy.is_present) check::is_required(entropy, "as the forward wrote it (`grad_entropy` is given)");
-  if (inputs.has_soft_targets()) check::is_required(target_mass, "as the forward wrote it (targets are soft)");
+  check::is_required(lse, "the forward's output");
+  if (args.grad_entropy.is_present)
+    check::is_required(entropy, "the forward's output, because `grad_entropy` is given");
+  if (inputs.has_soft_targets()) check::is_required(target_mass, "the forward's output, because the targets are soft");
   if (inputs.plan.has_factors && !inputs.has_soft_targets()) {
-    check::is_required(target_mass, "as the forward wrote it (`class_weight` and `label_smoothing` are given)");
+    check::is_required(target_mass, "the forward's output, because `class_weight` and `label_smoothing` are given");
   }
   // A shard without the target does not know the target's weight.
   if (inputs.weight.data != nullptr && inputs.classes != inputs.view.column_count) {
     check::is_required(target_mass,
-                       "as the merge wrote it (`class_weight` is given, and `logits` has a part of the classes)");
+                       "the merge's output, because `class_weight` is given and `logits` has a part of the classes");
   }
-  if (reduction == Reduction::mean) check::is_required(divisor, "as the forward wrote it (`reduction` is mean)");
+  if (reduction == Reduction::mean) check::is_required(divisor, "the forward's output, because `reduction` is mean");
 
   inputs.plan.has_moment = args.grad_entropy.is_present;
   CrossEntropyBackwardProblem problem{
@@ -255,7 +259,7 @@ CrossEntropyInPlaceProblem make_problem(const CrossEntropyForwardBackwardArgs& a
   if (is_given) {
     check::is_valid({kForwardBackward, "logits", logits});
     check::is_on(grad_logits, logits.device, "logits");
-    check::has_shape(grad_logits, logits.shape, "that of `logits`");
+    check::has_shape(grad_logits, logits.shape, "as `logits`");
     check_narrow_gradient(grad_logits, logits, args.forward.class_axis);
   }
   return {.forward = make_forward_problem(kForwardBackward, args.forward, args.grad_loss, args.grad_logits, true),
@@ -268,7 +272,7 @@ CrossEntropyRescaleProblem make_problem(const CrossEntropyRescaleArgs& args) {
   const Argument grad_loss{kRescale, "grad_loss", args.grad_loss};
   check::is_valid(grad_logits);
   check::has_dtype(grad_logits, {DType::float32, DType::float64, DType::float16, DType::bfloat16},
-                   "integers are no gradients");
+                   "gradients are floating-point numbers");
   AxisSet axes;
   axes.contains[check::axis(grad_logits, "class_axis", args.class_axis)] = true;
   LossArguments checked{.op = kRescale,
@@ -325,7 +329,7 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
   const Argument statistics{kMerge, "statistics", args.statistics};
   const Argument targets{kMerge, "targets", args.targets};
   check::is_valid(statistics);
-  check::has_dtype(statistics, {DType::float32, DType::float64}, "as the shards wrote them");
+  check::has_dtype(statistics, {DType::float32, DType::float64}, "the statistics of the shards");
   check::is_contiguous(statistics);
   check::loss_options(kMerge, args.options);
   const Dims& shape = args.statistics.shape;
@@ -333,7 +337,7 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
   const std::int64_t shards = rank == 0 ? 0 : shape[0];
   Dims row_shape = args.targets.shape;
   if (args.has_soft_targets) {
-    if (args.targets.is_present) check::fail(targets, "are given, expected none where `has_soft_targets` is set");
+    if (args.targets.is_present) check::fail(targets, "is given beside `has_soft_targets`, expected one of them");
     for (int axis = 1; axis + 1 < rank; ++axis) row_shape.push_back(shape[axis]);
   } else {
     check::is_valid(targets);
@@ -344,7 +348,7 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
   expected.push_back(shards);
   for (const std::int64_t size : row_shape) expected.push_back(size);
   expected.push_back(kCrossEntropyStatistics);
-  check::has_shape(statistics, expected, "of each shard, for each row");
+  check::has_shape(statistics, expected, "the statistics of each shard and each row");
   if (args.classes < 1) {
     check::fail(kMerge, "classes",
                 "is " + std::to_string(args.classes) + ", expected the number of classes of all shards");

@@ -104,7 +104,7 @@ TEST_P(CrossEntropyShards, TheMergeTakesEitherTargetsOrThatTheyWereSoft) {
                                    .has_soft_targets = true,
                                    .loss = loss.view()});
             }),
-            "cross_entropy_merge: targets are given, expected none where has_soft_targets is set");
+            "cross_entropy_merge: targets is given beside has_soft_targets, expected one of them");
 }
 
 TEST_P(CrossEntropyShards, EveryClassAxisCanBeCut) {

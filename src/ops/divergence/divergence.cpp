@@ -15,14 +15,17 @@ constexpr const char* kBackward = "divergence_backward";
 void check_rows(const Argument& matrix, const Dims& shape) {
   check::is_valid(matrix);
   check::has_shape(matrix, shape, "as the student's values");
-  if (matrix.view.strides[1] != 1 && shape[1] > 1) check::fail(matrix, "has no rows of unit stride");
+  if (matrix.view.strides[1] != 1 && shape[1] > 1) {
+    check::fail(matrix,
+                "has strides " + check::to_string(matrix.view.strides) + ", expected unit stride along the classes");
+  }
 }
 
 void check_bias(const Argument& bias, const Dims& shape, Device device) {
   if (!check::is_given(bias)) return;
   check::is_on(bias, device, "student");
   check::has_shape(bias, {shape[1]}, "one per class");
-  check::has_dtype(bias, {DType::float32}, "that of sums");
+  check::has_dtype(bias, {DType::float32}, "sums are float32");
   check::is_contiguous(bias);
 }
 
@@ -30,7 +33,7 @@ void check_row_number(const Argument& number, const Dims& shape, Device device) 
   if (!check::is_given(number)) return;
   check::is_on(number, device, "student");
   check::has_shape(number, {shape[0]}, "one per row");
-  check::has_dtype(number, {DType::float32}, "that of sums");
+  check::has_dtype(number, {DType::float32}, "sums are float32");
 }
 
 void check_inputs(const char* op, const DivergenceInputs& inputs) {
@@ -39,12 +42,12 @@ void check_inputs(const char* op, const DivergenceInputs& inputs) {
   const Dims& shape = inputs.student.values.shape;
   const Device device = inputs.student.values.device;
   check::is_valid(student);
-  if (shape.size() != 2) check::fail(student, "has not two axes, expected [rows, classes]");
+  if (shape.size() != 2) check::fail(student, "has shape " + check::to_string(shape) + ", expected [rows, classes]");
   check_rows(student, shape);
   check_rows(teacher, shape);
   check::is_on(teacher, device, "student");
-  check::has_dtype(student, {DType::float32}, "that of sums");
-  check::has_dtype(teacher, {DType::float32, DType::float16, DType::bfloat16}, "that of a teacher");
+  check::has_dtype(student, {DType::float32}, "sums are float32");
+  check::has_dtype(teacher, {DType::float32, DType::float16, DType::bfloat16}, "types of a teacher");
   check_bias({op, "bias", inputs.student.bias}, shape, device);
   check_bias({op, "teacher_bias", inputs.teacher.bias}, shape, device);
   check_row_number({op, "temperature", inputs.temperature.values}, shape, device);
@@ -73,8 +76,8 @@ void divergence_forward(const DivergenceForwardArgs& args, const ExecutionContex
   const Argument statistics{kForward, "statistics", args.statistics};
   check::is_valid(statistics);
   check::is_on(statistics, values.device, "student");
-  check::has_shape(statistics, {values.shape[0], kDivergenceStatistics}, "those of each row");
-  check::has_dtype(statistics, {DType::float32}, "that of sums");
+  check::has_shape(statistics, {values.shape[0], kDivergenceStatistics}, "the statistics of each row");
+  check::has_dtype(statistics, {DType::float32}, "sums are float32");
   check::is_contiguous(statistics);
   if (values.shape[0] == 0) return;
   const Scratch scratch(kForward, values.device, bytes, context);
@@ -88,8 +91,11 @@ void divergence_backward(const DivergenceBackwardArgs& args, const ExecutionCont
     check::is_valid(lse);
     check::is_on(lse, values.device, "student");
     check::has_shape(lse, {values.shape[0], 2}, "two numbers for each row");
-    check::has_dtype(lse, {DType::float32}, "that of sums");
-    if (lse.view.strides[1] != 1) check::fail(lse, "has no last axis of unit stride");
+    check::has_dtype(lse, {DType::float32}, "sums are float32");
+    if (lse.view.strides[1] != 1) {
+      check::fail(lse,
+                  "has strides " + check::to_string(lse.view.strides) + ", expected unit stride along its last axis");
+    }
   };
   check_lse({kBackward, "lse", args.lse});
   check_lse({kBackward, "teacher_lse", args.teacher_lse});
@@ -103,7 +109,7 @@ void divergence_backward(const DivergenceBackwardArgs& args, const ExecutionCont
   const Argument grad_values{kBackward, "grad_values", args.grad_values};
   check_rows(grad_values, values.shape);
   check::is_on(grad_values, values.device, "student");
-  check::has_dtype(grad_values, {DType::float32, DType::float16, DType::bfloat16}, "that of hidden states");
+  check::has_dtype(grad_values, {DType::float32, DType::float16, DType::bfloat16}, "types of hidden states");
   check::is_writable(grad_values);
   const TensorView& teacher = args.inputs.teacher.values;
   if (teacher.data != values.data) check::do_not_overlap(grad_values, {kBackward, "teacher", teacher});

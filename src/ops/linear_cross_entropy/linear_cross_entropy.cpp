@@ -105,7 +105,7 @@ std::vector<TensorView> check_rescaled(const LinearCrossEntropyRescaleArgs& args
   check::is_valid(grad_loss);
   check::has_one_element(grad_loss);
   if (args.gradients.accumulates) {
-    check::fail(kRescale, "accumulates", "is set, expected gradients of one call, without what was there before");
+    check::fail(kRescale, "accumulates", "is set, but rescaling needs the gradients of one call alone; leave it out");
   }
   std::vector<TensorView> gradients;
   LossArguments arguments{.op = kRescale, .device = args.grad_loss.device, .reference = "grad_loss"};
@@ -116,7 +116,7 @@ std::vector<TensorView> check_rescaled(const LinearCrossEntropyRescaleArgs& args
     if (!check::is_given(gradient)) continue;
     check::is_on(gradient, args.grad_loss.device, "grad_loss");
     check::has_dtype(gradient, {DType::float32, DType::float64, DType::float16, DType::bfloat16},
-                     "integers are no gradients");
+                     "gradients are floating-point numbers");
     check::has_dtype(grad_loss, {accumulator_dtype(gradient.view.dtype)},
                      std::string("float32, or float64 where `") + gradient.name + "` is float64");
     if (gradient.view.shape.empty()) check::fail(gradient, "has no axis, expected at least one");
@@ -216,7 +216,8 @@ LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntr
   if (args.features < 1 || args.classes < 1 || !is_floating_point(args.dtype)) {
     check::fail("linear_cross_entropy_algorithm", "hidden",
                 "has " + std::to_string(args.features) + " features in " + name_of(args.dtype) + " for " +
-                    std::to_string(args.classes) + " classes, expected at least one of each in a floating-point type");
+                    std::to_string(args.classes) +
+                    " classes, expected a floating-point type and at least one feature and one class");
   }
   const bool has_one_factor = args.reduction != Reduction::none || args.has_grad_hidden_alone;
   const bool is_possible = has_one_factor && args.dtype != DType::float16;

@@ -339,7 +339,7 @@ TEST_P(LinearCrossEntropyEdges, HugeLogitsMatchTheOracle) {
 }
 
 TEST_P(LinearCrossEntropyEdges, OnTheCpuTheLossOfALearnedClassIsKeptHoweverManyRows) {
-  if (device().type == DeviceType::cuda) GTEST_SKIP() << "sums of float32";
+  if (device().type == DeviceType::cuda) GTEST_SKIP() << "a GPU sums in float32";
   constexpr std::int64_t kFeatures = 8;
   LinearCrossEntropyCase c{.dtype = DType::float32, .row_shape = {300}, .features = kFeatures};
   c.classes = 32768;
@@ -400,7 +400,7 @@ TEST_P(LinearCrossEntropyTargets, OutOfRangeAreRefusedBeforeAnythingIsWrittenWhe
 }
 
 TEST_P(LinearCrossEntropyTargets, OutOfRangeMakeTheirRowsNaNOnAGpu) {
-  if (device().type == DeviceType::cpu) GTEST_SKIP() << "refused on the CPU";
+  if (device().type == DeviceType::cpu) GTEST_SKIP() << "the CPU refuses this call";
   LinearCrossEntropyRun run(bad_case());
   run.run();
   for (std::int64_t row = 0; row < 12; ++row) {

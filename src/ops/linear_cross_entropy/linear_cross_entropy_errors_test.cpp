@@ -26,7 +26,7 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 const std::string kPerRow = ", expected [4] (one per row of hidden)";
 const std::string kResultDtype = ", expected float32 (float32, or float64 where hidden is float64)";
-const std::string kOnlyTheMean = " is given, but only the mean divides: expected reduction mean, or no such argument";
+const std::string kOnlyTheMean = " is given, but only the mean divides by a number; expected reduction mean";
 
 /// Arguments of a legal call of each kind, for a test to spoil one argument: four rows of two features, three classes.
 class LinearCrossEntropyErrors : public ::testing::Test {
@@ -123,30 +123,29 @@ TEST_F(LinearCrossEntropyErrors, Inputs) {
       {&Inputs::hidden, ones({}), "hidden has no axis, expected [..., features]"},
       {&Inputs::hidden, ones({4, 0}), "hidden has shape [4, 0], expected at least one feature"},
       {&Inputs::hidden, of_dtype(DType::int32),
-       "hidden has dtype int32, expected float32 or float64 or float16 or bfloat16 (integers are multiplied with "
-       "nothing)"},
+       "hidden has dtype int32, expected float32 or float64 or float16 or bfloat16 (hidden states are floating-point "
+       "numbers)"},
       {&Inputs::head, missing(), "head is missing"},
       {&Inputs::head, of_dtype(DType::bfloat16),
-       "head has dtype bfloat16, expected float32 (that of hidden (a product of two types would round one of them: "
-       "convert it))"},
+       "head has dtype bfloat16, expected float32 (as hidden; convert one of them)"},
       {&Inputs::head, ones({3, 5}), "head has shape [3, 5], expected [3, 2] ([classes, features of hidden])"},
       {&Inputs::head, ones({6}), "head has shape [6], expected [1, 2] ([classes, features of hidden])"},
       {&Inputs::head, ones({0, 2}), "head has no classes, expected at least one"},
       {&Inputs::targets, missing(), "targets is missing"},
       {&Inputs::targets, ones({5}, DType::int32), "targets has shape [5], expected [4] (one per row of hidden [4, 2])"},
       {&Inputs::targets, ones({4}, DType::uint8),
-       "targets has dtype uint8, expected int64 or int32 (classes; or a floating-point type for soft targets)"},
+       "targets has dtype uint8, expected int64 or int32 (classes; soft targets have a floating-point type)"},
       {&Inputs::targets, ones({4, 2}),
        "targets has shape [4, 2], expected [4, 3] (soft targets: one distribution per row of hidden)"},
       {&Inputs::targets, TensorView::strided(ones_.data(), DType::float32, {4, 3}, {1, 4}),
-       "targets are distributions with strides [1, 4], expected rows at one distance and classes with unit stride"},
+       "targets has probabilities with strides [1, 4], expected unit stride along the classes and one distance between "
+       "rows"},
       {&Inputs::targets, ones({4, 3}, DType::bfloat16),
-       "targets has dtype bfloat16, expected float32 (soft targets: float32, or float64 where hidden is float64)"},
+       "targets has dtype bfloat16, expected float32 (soft targets: float32, or float64 if hidden is float64)"},
       {&Inputs::bias, ones({4}), "bias has shape [4], expected [3] (one per class of head)"},
       {&Inputs::bias, TensorView::strided(ones_.data(), DType::float32, {3}, {2}),
-       "bias has shape [3] and strides [2], expected it to be contiguous"},
-      {&Inputs::bias, ones({3}, DType::bfloat16),
-       "bias has dtype bfloat16, expected float32 (that of hidden, or float32)"},
+       "bias has shape [3] and strides [2], expected a contiguous tensor"},
+      {&Inputs::bias, ones({3}, DType::bfloat16), "bias has dtype bfloat16, expected float32 (as hidden, or float32)"},
       {&Inputs::class_weight, ones({4}), "class_weight has shape [4], expected [3] (one per class of head)"},
       {&Inputs::row_weight, ones({3}), "row_weight has shape [3]" + kPerRow},
       {&Inputs::row_weight, ones({4}, DType::float16), "row_weight has dtype float16" + kResultDtype},
@@ -159,36 +158,39 @@ TEST_F(LinearCrossEntropyErrors, Inputs) {
        "bias is on cuda:0, expected cpu (as hidden)"},
   });
   for (const Dims& strides : {Dims{4, 2}, Dims{1, 1}, Dims{0, 1}, Dims{-2, 1}, Dims{1, 2}}) {
-    refuse_inputs({{&Inputs::head, of_strides(strides),
-                    "head has strides " + check::to_string(strides) +
-                        ", expected unit stride along one axis and at least the other's size along the other"}});
+    refuse_inputs(
+        {{&Inputs::head, of_strides(strides),
+          "head has strides " + check::to_string(strides) +
+              ", expected unit stride along one axis, and along the other axis at least the size of the first"}});
   }
 }
 
 TEST_F(LinearCrossEntropyErrors, Options) {
   refuse_inputs({
       {[](Inputs& inputs) { inputs.options.label_smoothing = 1.5; }, "label_smoothing is 1.5, expected 0 to 1"},
-      {[](Inputs& inputs) { inputs.options.scale = 0.0; }, "scale is 0, expected a positive number that float32 has"},
+      {[](Inputs& inputs) { inputs.options.scale = 0.0; },
+       "scale is 0, expected a positive number in the range of float32"},
       {[](Inputs& inputs) { inputs.options.softcap = -30.0; },
-       "softcap is -30, expected a positive number that float32 has, or 0 for none"},
+       "softcap is -30, expected a positive number in the range of float32, or 0 for none"},
       {[](Inputs& inputs) { inputs.options.z_loss_weight = kNaN; },
-       "z_loss_weight is nan, expected 0 or a positive number that float32 has"},
+       "z_loss_weight is nan, expected 0 or a positive number in the range of float32"},
       {[](Inputs& inputs) { inputs.options.reduction = static_cast<Reduction>(7); },
        "reduction is 7, expected one of enum Reduction"},
   });
 }
 
 TEST_F(LinearCrossEntropyErrors, WhatTheBackwardNeedsOfTheForward) {
-  const std::string written = " is missing, expected it as the forward wrote it";
+  const std::string written = " is missing, expected the forward's output";
   backward_.refuses({
       {&Backward::lse, missing(), "lse" + written},
-      {&Backward::divisor, missing(), "divisor" + written + " (reduction is mean)"},
-      {&Backward::grad_entropy, ones({4}), "entropy" + written + " (grad_entropy is given)"},
+      {&Backward::divisor, missing(), "divisor" + written + ", because reduction is mean"},
+      {&Backward::grad_entropy, ones({4}), "entropy" + written + ", because grad_entropy is given"},
       {[&](Backward& a) {
          a.inputs.targets = ones({4, 3});
        },
-       "target_mass" + written + " (targets are soft)"},
-      {[&](Backward& a) { a.inputs.class_weight = ones({3}); }, "target_mass" + written + " (class_weight is given)"},
+       "target_mass" + written + ", because the targets are soft"},
+      {[&](Backward& a) { a.inputs.class_weight = ones({3}); },
+       "target_mass" + written + ", because class_weight is given"},
   });
 }
 
@@ -202,7 +204,7 @@ TEST_F(LinearCrossEntropyErrors, OutputsOfTheForward) {
       {[&](Forward& a) { a.outputs.entropy = entropy_.view({4}, DType::float64); },
        "entropy has dtype float64" + kResultDtype},
       {[&](Forward& a) { a.outputs.argmax = argmax_.view({4}, DType::int32); },
-       "argmax has dtype int32, expected int64 (a class of each row)"},
+       "argmax has dtype int32, expected int64 (classes)"},
       {[](Forward& a) { a.inputs.options.reduction = Reduction::sum; }, "divisor" + kOnlyTheMean},
       {[&](Forward& a) {
          a.inputs.options.reduction = Reduction::sum;
@@ -215,7 +217,8 @@ TEST_F(LinearCrossEntropyErrors, OutputsOfTheForward) {
          a.outputs.mean_logit = mean_logit.view({4});
          a.inputs.targets = ones({4, 3});
        },
-       "mean_logit is given with soft targets, or with weights and label_smoothing: there is none with those"},
+       "mean_logit is given, but soft targets, and class_weight beside label_smoothing, have no mean logit; leave it "
+       "out"},
       {[&](Forward& a) { a.outputs.lse = ones({4}); }, overlapping("lse", "hidden")},
       {[&](Forward& a) { a.outputs.entropy = lse_.view({4}); }, overlapping("entropy", "lse")},
   });
@@ -230,25 +233,26 @@ TEST_F(LinearCrossEntropyErrors, OutputsOfTheForward) {
 TEST_F(LinearCrossEntropyErrors, GradientsOfTheWrongKind) {
   refuse_gradients({
       {&Gradients::grad_hidden, on_device(kCuda), "grad_hidden is on cuda:0, expected cpu (as hidden)"},
-      {&Gradients::grad_hidden, grad_hidden_.view({8}), "grad_hidden has shape [8], expected [4, 2] (that of hidden)"},
+      {&Gradients::grad_hidden, grad_hidden_.view({8}), "grad_hidden has shape [8], expected [4, 2] (as hidden)"},
       {&Gradients::grad_hidden, of_dtype(DType::bfloat16),
-       "grad_hidden has dtype bfloat16, expected float32 (that of hidden)"},
+       "grad_hidden has dtype bfloat16, expected float32 (as hidden)"},
       {&Gradients::grad_hidden, of_strides({0, 1}), sharing("grad_hidden has shape [4, 2] and strides [0, 1]")},
       {&Gradients::grad_head, on_device(kCuda), "grad_head is on cuda:0, expected cpu (as hidden)"},
-      {&Gradients::grad_head, grad_head_.view({2, 3}), "grad_head has shape [2, 3], expected [3, 2] (that of head)"},
+      {&Gradients::grad_head, grad_head_.view({2, 3}), "grad_head has shape [2, 3], expected [3, 2] (as head)"},
       {&Gradients::grad_head, of_dtype(DType::float64),
-       "grad_head has dtype float64, expected float32 (that of head, or that of the loss)"},
+       "grad_head has dtype float64, expected float32 (as head, or as the loss)"},
       {&Gradients::grad_bias, grad_bias_.view({4}), "grad_bias has shape [4], expected [3] (one per class of head)"},
       {&Gradients::grad_bias, of_dtype(DType::float16),
-       "grad_bias has dtype float16, expected float32 (that of hidden, or that of the loss)"},
+       "grad_bias has dtype float16, expected float32 (as hidden, or as the loss)"},
       {&Gradients::grad_hidden, ones({4, 2}), overlapping("grad_hidden", "hidden")},
       {&Gradients::grad_head, grad_hidden_.view({3, 2}), overlapping("grad_head", "grad_hidden")},
       {&Gradients::grad_bias, grad_head_.view({3}), overlapping("grad_bias", "grad_head")},
   });
   for (const Dims& strides : {Dims{1, 3}, Dims{4, 2}, Dims{1, 1}, Dims{-2, 1}}) {
-    refuse_gradients({{&Gradients::grad_head, of_strides(strides),
-                       "grad_head has strides " + check::to_string(strides) +
-                           ", expected features with unit stride, and classes at least as far apart"}});
+    refuse_gradients(
+        {{&Gradients::grad_head, of_strides(strides),
+          "grad_head has strides " + check::to_string(strides) +
+              ", expected unit stride along the features, and along the classes at least the number of features"}});
   }
 }
 
@@ -262,7 +266,7 @@ TEST_F(LinearCrossEntropyErrors, UpstreamGradients) {
        },
        "grad_loss has shape []" + kPerRow},
       {&Backward::grad_loss, of_dtype(DType::float16),
-       "grad_loss has dtype float16, expected float32 (that of the loss, or of hidden)"},
+       "grad_loss has dtype float16, expected float32 (as the loss, or hidden)"},
       {&Backward::grad_lse, ones({3}), "grad_lse has shape [3]" + kPerRow},
       {&Backward::lse, of_dtype(DType::float16), "lse has dtype float16" + kResultDtype},
       {&Backward::lse, ones({4, 2}, DType::float64), "lse has dtype float64" + kResultDtype},
@@ -277,10 +281,11 @@ TEST_F(LinearCrossEntropyErrors, NothingIsRescaledWhereOneGradientIsRefused) {
       {&Rescale::grad_loss, TensorView::contiguous(two.data(), DType::float64, {}),
        "grad_loss has dtype float64, expected float32 (float32, or float64 where grad_hidden is float64)"},
       {[](Rescale& a) { a.gradients.grad_head.dtype = DType::int32; },
-       "grad_head has dtype int32, expected float32 or float64 or float16 or bfloat16 (integers are no gradients)"},
+       "grad_head has dtype int32, expected float32 or float64 or float16 or bfloat16 (gradients are floating-point "
+       "numbers)"},
       {[&](Rescale& a) { a.gradients.grad_bias = grad_hidden_.view({3}); }, overlapping("grad_bias", "grad_hidden")},
       {[](Rescale& a) { a.gradients.accumulates = true; },
-       "accumulates is set, expected gradients of one call, without what was there before"},
+       "accumulates is set, but rescaling needs the gradients of one call alone; leave it out"},
   };
   for (const Refusal<Rescale>& row : table) {
     ones_[0] = 2.0f;  // the factor

@@ -274,7 +274,7 @@ TEST(LinearCrossEntropyAlgorithm, FollowsFromSizesTypesOutputsAndTheLimit) {
 }
 
 TEST(LinearCrossEntropyAlgorithm, IsNotChosenForSizesAndTypesThatNoCallHas) {
-  const std::string expected = ", expected at least one of each in a floating-point type";
+  const std::string expected = ", expected a floating-point type and at least one feature and one class";
   expect_message([] { linear_cross_entropy_algorithm({.features = 0}); },
                  "linear_cross_entropy_algorithm: hidden has 0 features in float32 for 1 classes" + expected);
   expect_message([] { linear_cross_entropy_algorithm({.classes = 0}); },

@@ -42,7 +42,7 @@ TypedNumbers check_per_class(LossArguments& arguments, const Argument& argument,
   if (!check::is_given(argument)) return {};
   check::is_on(argument, arguments.device, "hidden");
   check::has_shape(argument, {classes}, "one per class of `head`");
-  check::has_dtype(argument, {dtype, DType::float32}, "that of `hidden`, or float32");
+  check::has_dtype(argument, {dtype, DType::float32}, "as `hidden`, or float32");
   check::is_contiguous(argument);
   arguments.take_input(argument);
   return numbers_of(argument.view);
@@ -52,7 +52,7 @@ TypedNumbers check_per_class(LossArguments& arguments, const Argument& argument,
 GemmMatrix check_head(const Argument& head, DType dtype, Device device, std::int64_t features, bool is_shard) {
   check::is_valid(head);
   check::is_on(head, device, "hidden");
-  check::has_dtype(head, {dtype}, "that of `hidden` (a product of two types would round one of them: convert it)");
+  check::has_dtype(head, {dtype}, "as `hidden`; convert one of them");
   const Dims& shape = head.view.shape;
   if (shape.size() != 2 || shape[1] != features) {
     check::has_shape(head, {shape.size() == 2 ? shape[0] : 1, features}, "[classes, features of `hidden`]");
@@ -64,15 +64,16 @@ GemmMatrix check_head(const Argument& head, DType dtype, Device device, std::int
   const bool is_column_major = (strides[0] == 1 || shape[0] == 1) && (strides[1] >= shape[0] || features == 1);
   if (is_row_major) return {head.view.data, shape[0] == 1 ? features : strides[0], false};
   if (is_column_major) return {head.view.data, features == 1 ? shape[0] : strides[1], true};
-  check::fail(head, "has strides " + check::to_string(strides) +
-                        ", expected unit stride along one axis and at least the other's size along the other");
+  check::fail(head,
+              "has strides " + check::to_string(strides) +
+                  ", expected unit stride along one axis, and along the other axis at least the size of the first");
 }
 
 /// Returns the distance between the rows of soft targets.
 std::int64_t check_soft_targets(const Argument& targets, const Dims& row_shape, std::int64_t classes, DType result) {
   Dims expected = row_shape;
   expected.push_back(classes);
-  check::has_dtype(targets, {result, DType::float32}, "soft targets: float32, or float64 where `hidden` is float64");
+  check::has_dtype(targets, {result, DType::float32}, "soft targets: float32, or float64 if `hidden` is float64");
   check::has_shape(targets, expected, "soft targets: one distribution per row of `hidden`");
   AxisSet axes;
   axes.contains[row_shape.size()] = true;
@@ -83,8 +84,8 @@ std::int64_t check_soft_targets(const Argument& targets, const Dims& row_shape, 
   const bool is_matrix = view.rows.rank <= 1 && (view.rows.rank == 0 || view.rows.strides[kPerRow][0] == 1) &&
                          (view.columns.rank == 0 || (view.columns.rank == 1 && view.columns.strides[0][0] == 1));
   if (!is_matrix && targets.view.element_count() != 0) {
-    check::fail(targets, "are distributions with strides " + check::to_string(strides) +
-                             ", expected rows at one distance and classes with unit stride");
+    check::fail(targets, "has probabilities with strides " + check::to_string(strides) +
+                             ", expected unit stride along the classes and one distance between rows");
   }
   return view.rows.rank == 0 ? classes : view.rows.strides[0][0];
 }
@@ -96,7 +97,7 @@ Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& 
   const Argument targets{op, "targets", args.targets};
   check::is_valid(hidden);
   check::has_dtype(hidden, {DType::float32, DType::float64, DType::float16, DType::bfloat16},
-                   "integers are multiplied with nothing");
+                   "hidden states are floating-point numbers");
   const int rank = args.hidden.shape.size();
   if (rank == 0) check::fail(hidden, "has no axis, expected [..., features]");
   const std::int64_t features = args.hidden.shape[rank - 1];
@@ -109,9 +110,8 @@ Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& 
   check::loss_options(op, args.options);
   if (is_shard && (shard.first_class < 0 || shard.classes < 0 || shard.first_class > shard.classes - classes)) {
     check::fail(op, "head",
-                "has the classes " + std::to_string(shard.first_class) + " to " + std::to_string(shard.first_class) +
-                    " + " + std::to_string(classes) + ", expected a part of " + std::to_string(shard.classes) +
-                    " classes");
+                "begins with class " + std::to_string(shard.first_class) + " and has " + std::to_string(classes) +
+                    " classes, expected a part of " + std::to_string(shard.classes) + " classes");
   }
 
   AxisSet axes;
@@ -130,7 +130,7 @@ Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& 
   if (is_soft) {
     soft_target_stride = check_soft_targets(targets, arguments.row_shape, classes, arguments.result_dtype);
   } else {
-    check::has_dtype(targets, {DType::int64, DType::int32}, "classes; or a floating-point type for soft targets");
+    check::has_dtype(targets, {DType::int64, DType::int32}, "classes; soft targets have a floating-point type");
     if (args.targets.shape != arguments.row_shape) {
       check::has_shape(targets, arguments.row_shape,
                        arguments.per_row_shape() + " " + check::to_string(args.hidden.shape));
@@ -150,11 +150,11 @@ Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& 
     const Argument argument{op, "grad_hidden", grad_hidden};
     check::is_valid(argument);
     check::is_on(argument, args.hidden.device, "hidden");
-    check::has_shape(argument, args.hidden.shape, "that of `hidden`");
+    check::has_shape(argument, args.hidden.shape, "as `hidden`");
     if (is_shard && grad_hidden.dtype != args.hidden.dtype) {
-      check::has_dtype(argument, {arguments.result_dtype}, "that of `hidden`, or that of the loss");
+      check::has_dtype(argument, {arguments.result_dtype}, "as `hidden`, or as the loss");
     } else {
-      check::has_dtype(argument, {args.hidden.dtype}, "that of `hidden`");
+      check::has_dtype(argument, {args.hidden.dtype}, "as `hidden`");
     }
   }
 
@@ -199,13 +199,15 @@ void check_gradients(Checked& checked, const LinearCrossEntropyGradients& gradie
   if (gradients.grad_hidden.is_present) arguments.take_output(grad_hidden);
   if (check::is_given(grad_head)) {
     check::is_on(grad_head, problem.device, "hidden");
-    check::has_shape(grad_head, head.shape, "that of `head`");
-    check::has_dtype(grad_head, {problem.dtype, problem.accumulator()}, "that of `head`, or that of the loss");
+    check::has_shape(grad_head, head.shape, "as `head`");
+    check::has_dtype(grad_head, {problem.dtype, problem.accumulator()}, "as `head`, or as the loss");
     const Dims& strides = gradients.grad_head.strides;
     const bool has_unit_stride = strides[1] == 1 || problem.features() == 1;
     if (!has_unit_stride || (strides[0] < problem.features() && problem.classes != 1)) {
-      check::fail(grad_head, "has strides " + check::to_string(strides) +
-                                 ", expected features with unit stride, and classes at least as far apart");
+      check::fail(
+          grad_head,
+          "has strides " + check::to_string(strides) +
+              ", expected unit stride along the features, and along the classes at least the number of features");
     }
     arguments.take_output(grad_head);
     problem.grad_head = gradients.grad_head.data;
@@ -215,7 +217,7 @@ void check_gradients(Checked& checked, const LinearCrossEntropyGradients& gradie
   if (check::is_given(grad_bias)) {
     check::is_on(grad_bias, problem.device, "hidden");
     check::has_shape(grad_bias, {problem.classes}, "one per class of `head`");
-    check::has_dtype(grad_bias, {problem.dtype, problem.accumulator()}, "that of `hidden`, or that of the loss");
+    check::has_dtype(grad_bias, {problem.dtype, problem.accumulator()}, "as `hidden`, or as the loss");
     check::is_contiguous(grad_bias);
     arguments.take_output(grad_bias);
     problem.grad_bias = gradients.grad_bias.data;
@@ -243,7 +245,7 @@ void check_exchange(Checked& checked, const LinearCrossEntropyForwardBackwardArg
   for (const Argument& argument : {statistics, gathered}) {
     check::is_valid(argument);
     check::is_on(argument, problem.device, "hidden");
-    check::has_dtype(argument, {problem.accumulator()}, "that of the loss");
+    check::has_dtype(argument, {problem.accumulator()}, "as the loss");
     check::is_contiguous(argument);
     if (argument.view.element_count() < elements) {
       check::fail(argument, "has " + std::to_string(argument.view.element_count()) + " elements, expected at least " +
@@ -252,16 +254,19 @@ void check_exchange(Checked& checked, const LinearCrossEntropyForwardBackwardArg
     checked.arguments.take_output(argument);
     elements *= args.shard.shards;
   }
-  if (args.shard.gather == nullptr) check::fail(problem.op, "shard.gather", "is needed");
+  if (args.shard.gather == nullptr)
+    check::fail(problem.op, "shard.gather",
+                "is missing, expected a function that gathers the statistics of all shards");
   const LinearCrossEntropyOutputs& outputs = args.forward.outputs;
-  check::is_required({problem.op, "lse", outputs.lse}, "for the gradients of a shard");
+  check::is_required({problem.op, "lse", outputs.lse}, "an output for the gradients of a shard");
   if (problem.class_weight.data != nullptr || problem.has_soft_targets()) {
     check::is_required({problem.op, "target_mass", outputs.target_mass},
-                       "for the gradients of a shard with weights or soft targets");
+                       "an output for the gradients of a shard with class weights or soft targets");
   }
   const bool weighs_classes = problem.class_weight.data != nullptr && !problem.has_soft_targets();
   if (problem.options.reduction == Reduction::mean && weighs_classes) {
-    check::is_required({problem.op, "normalizer", args.forward.normalizer}, "a shard has not all weights");
+    check::is_required({problem.op, "normalizer", args.forward.normalizer},
+                       "the divisor of the mean, because a shard has only its part of `class_weight`");
   }
   problem.statistics = args.shard.statistics.data;
 }
@@ -290,21 +295,24 @@ void check_kept(Checked& checked, const TensorView& view) {
     problem.is_fused = suits_fused_path(problem);
     return;
   }
-  if (problem.shard != nullptr) check::fail(kept, "is given, expected none beside a shard");
+  if (problem.shard != nullptr) check::fail(kept, "is given beside a shard, expected one of them");
   check::is_on(kept, problem.device, "hidden");
   const bool are_exps = view.dtype == DType::bfloat16;
-  if (!are_exps) check::has_dtype(kept, {problem.accumulator()}, "bfloat16, or that of the loss");
+  if (!are_exps) check::has_dtype(kept, {problem.accumulator()}, "bfloat16, or as the loss");
   if (are_exps && !suits_kept_exps(problem)) {
-    check::fail(kept, "is of bfloat16, and this call cannot keep exponentials; expected the dtype of the loss");
+    check::fail(kept, "has dtype bfloat16, but this call cannot keep exponentials; expected the dtype of the loss");
   }
   check::has_shape(kept, {view.shape.size() == 2 ? view.shape[0] : 0, kept_stride(problem, view.dtype)},
-                   "[rows, columns] as linear_cross_entropy_kept() says");
+                   "the shape that linear_cross_entropy_kept() returns");
   check::is_contiguous(kept);
   if (view.shape[0] != 0 && !is_in_order) {
-    check::fail(kept, "has rows, and those of `hidden` do not lie in the order of their shape; expected none");
+    check::fail(
+        kept,
+        "has rows, but the rows of `hidden` lie in memory in another order than in its shape; expected no rows, or a "
+        "contiguous `hidden`");
   }
   if (are_exps && reinterpret_cast<std::uintptr_t>(view.data) % 16 != 0) {
-    check::fail(kept, "starts at an address that is no multiple of 16 bytes");
+    check::fail(kept, "is not aligned, expected an address divisible by 16");
   }
   checked.arguments.take_output(kept);
   problem.kept = {view.data, view.dtype, std::min(view.shape[0], problem.rows()), view.shape[1]};
@@ -360,14 +368,15 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& arg
   const Argument entropy{op, "entropy", args.entropy};
   const Argument target_mass{op, "target_mass", args.target_mass};
   const Argument divisor{op, "divisor", args.divisor};
-  check::is_required(lse, "as the forward wrote it");
-  if (args.grad_entropy.is_present) check::is_required(entropy, "as the forward wrote it (`grad_entropy` is given)");
-  if (problem.has_soft_targets()) check::is_required(target_mass, "as the forward wrote it (targets are soft)");
+  check::is_required(lse, "the forward's output");
+  if (args.grad_entropy.is_present)
+    check::is_required(entropy, "the forward's output, because `grad_entropy` is given");
+  if (problem.has_soft_targets()) check::is_required(target_mass, "the forward's output, because the targets are soft");
   if (problem.class_weight.data != nullptr) {
-    check::is_required(target_mass, "as the forward wrote it (`class_weight` is given)");
+    check::is_required(target_mass, "the forward's output, because `class_weight` is given");
   }
   if (problem.options.reduction == Reduction::mean) {
-    check::is_required(divisor, "as the forward wrote it (`reduction` is mean)");
+    check::is_required(divisor, "the forward's output, because `reduction` is mean");
   }
   problem.grad_lse = arguments.per_row({op, "grad_lse", args.grad_lse}, false);
   problem.grad_entropy = arguments.per_row({op, "grad_entropy", args.grad_entropy}, false);
@@ -381,7 +390,8 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& arg
 }
 
 LinearCrossEntropyProblem make_problem(const LinearCrossEntropyShardForwardArgs& args) {
-  if (args.shard.classes == 0) check::fail(kShardForward, "shard.classes", "is 0, expected those of all shards");
+  if (args.shard.classes == 0)
+    check::fail(kShardForward, "shard.classes", "is 0, expected the number of classes of all shards");
   Checked checked = check_inputs(Mode::forward, kShardForward, args.inputs, {}, {}, args.shard);
   const Argument statistics{kShardForward, "statistics", args.statistics};
   check::is_valid(statistics);

@@ -367,9 +367,9 @@ TEST_P(LinearCrossEntropyShards, RefuseWhatIsNoShard) {
     };
   };
   const std::string op = "linear_cross_entropy_shard_forward: ";
-  expect_message(forward({}), op + "shard.classes is 0, expected those of all shards");
+  expect_message(forward({}), op + "shard.classes is 0, expected the number of classes of all shards");
   expect_message(forward({.first_class = 1, .classes = 120}),
-                 op + "head has the classes 1 to 1 + 120, expected a part of 120 classes");
+                 op + "head begins with class 1 and has 120 classes, expected a part of 120 classes");
   const auto at_once = [&](const LinearCrossEntropyShard& shard) {
     return [&, shard] {
       LinearCrossEntropyForwardBackwardArgs args = run.at_once_args();
@@ -381,7 +381,9 @@ TEST_P(LinearCrossEntropyShards, RefuseWhatIsNoShard) {
   TestTensor gathered(device(), DType::float32, {5, 6, kS});
   shard.statistics = statistics.view();
   shard.gathered = gathered.view();
-  expect_message(at_once(shard), "linear_cross_entropy_forward_backward: shard.gather is needed");
+  expect_message(at_once(shard),
+                 "linear_cross_entropy_forward_backward: shard.gather is missing, expected a function that gathers the "
+                 "statistics of all shards");
   shard.shards = 2;
   expect_message(at_once(shard),
                  "linear_cross_entropy_forward_backward: shard.gathered has 300 elements, expected at least 600");

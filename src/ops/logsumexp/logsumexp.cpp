@@ -22,7 +22,7 @@ const char* reason_of(bool keepdim) {
 
 void check_x(const Argument& x) {
   check::is_valid(x);
-  check::has_dtype(x, {DType::float32, DType::float64, DType::float16, DType::bfloat16}, "convert other types first");
+  check::has_dtype(x, {DType::float32, DType::float64, DType::float16, DType::bfloat16}, "a floating-point type");
 }
 
 /// An lse has one number for each row, in the shape of out, or two numbers, in a last axis behind the axes of the rows.
@@ -40,7 +40,7 @@ KeptLse check_lse(const Argument& lse, const TensorView& x, const AxisSet& axes,
   check::has_shape(lse, expected, reason_of(keepdim && !is_split));
   check::has_dtype(lse, {accumulator_dtype(x.dtype)}, "float32, or float64 where `x` is float64");
   if (is_split && view.strides[rows.size()] != 1) {
-    check::fail(lse, "has strides " + check::to_string(view.strides) + ", expected its last axis with unit stride");
+    check::fail(lse, "has strides " + check::to_string(view.strides) + ", expected unit stride along its last axis");
   }
   return {view.data, is_split};
 }
@@ -62,7 +62,7 @@ LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
   if (check::is_given(out)) {
     check::is_on(out, args.x.device, "x");
     check::has_shape(out, row_shape, reason_of(args.keepdim));
-    check::has_dtype(out, {args.x.dtype, DType::float32}, "that of `x`, or float32");
+    check::has_dtype(out, {args.x.dtype, DType::float32}, "as `x`, or float32");
     check_output(out);
   }
   KeptLse kept;
@@ -101,15 +101,15 @@ LogsumexpBackwardProblem make_problem(const LogsumexpBackwardArgs& args) {
   check::is_valid(grad_out);
   check::is_on(grad_out, args.x.device, "x");
   check::has_shape(grad_out, row_shape, shape_reason);
-  check::has_dtype(grad_out, {args.x.dtype, DType::float32}, "that of `x`, or float32");
+  check::has_dtype(grad_out, {args.x.dtype, DType::float32}, "as `x`, or float32");
 
   check::is_valid(lse);
   const KeptLse kept = check_lse(lse, args.x, axes, args.keepdim);
 
   check::is_valid(grad_x);
   check::is_on(grad_x, args.x.device, "x");
-  check::has_shape(grad_x, args.x.shape, "that of `x`");
-  check::has_dtype(grad_x, {args.x.dtype}, "that of `x`");
+  check::has_shape(grad_x, args.x.shape, "as `x`");
+  check::has_dtype(grad_x, {args.x.dtype}, "as `x`");
   check::is_writable(grad_x);
   check::do_not_overlap(grad_x, x);
   check::do_not_overlap(grad_x, lse);

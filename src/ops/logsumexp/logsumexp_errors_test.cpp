@@ -76,7 +76,7 @@ TEST_F(LogsumexpErrors, Axes) {
   forward_.refuses({
       {[](Forward& a) { a.axes = {2}; }, "axes contains 2, expected -2 to 1 (x has 2 axes)"},
       {[](Forward& a) { a.axes = {-3}; }, "axes contains -3, expected -2 to 1 (x has 2 axes)"},
-      {[&](Forward& a) { a.axes = twice; }, "axes is [1, -1], expected each axis once (axis -1 is there twice)"},
+      {[&](Forward& a) { a.axes = twice; }, "axes is [1, -1], expected each axis once (axis -1 appears twice)"},
   });
   backward_.refuses({{[](Backward& a) { a.axes = {5}; }, "axes contains 5, expected -2 to 1 (x has 2 axes)"}});
 }
@@ -90,12 +90,12 @@ TEST_F(LogsumexpErrors, Shapes) {
   backward_.refuses({
       {&Backward::grad_out, of_shape({1}), "grad_out has shape [1], expected [4] (x without its reduced axes)"},
       {&Backward::lse, lse_.view({12}), "lse has shape [12], expected [4] (x without its reduced axes)"},
-      {&Backward::grad_x, grad_x_.view({12}), "grad_x has shape [12], expected [4, 3] (that of x)"},
+      {&Backward::grad_x, grad_x_.view({12}), "grad_x has shape [12], expected [4, 3] (as x)"},
   });
 }
 
 TEST_F(LogsumexpErrors, Dtypes) {
-  const std::string as_x = " (that of x, or float32)";
+  const std::string as_x = " (as x, or float32)";
   const std::string result = " (float32, or float64 where x is float64)";
   forward_.refuses({
       {&Forward::out, of_dtype(DType::bfloat16), "out has dtype bfloat16, expected float32" + as_x},
@@ -108,21 +108,21 @@ TEST_F(LogsumexpErrors, Dtypes) {
   });
   for (const DType dtype : integer_dtypes()) {
     const std::string refusal = std::string("x has dtype ") + name_of(dtype) +
-                                ", expected float32 or float64 or float16 or bfloat16 (convert other types first)";
+                                ", expected float32 or float64 or float16 or bfloat16 (a floating-point type)";
     forward_.refuses({{&Forward::x, of_dtype(dtype), refusal}});
     backward_.refuses({{&Backward::x, of_dtype(dtype), refusal}});
   }
   backward_.refuses({
       {&Backward::grad_out, of_dtype(DType::float16), "grad_out has dtype float16, expected float32" + as_x},
       {&Backward::lse, of_dtype(DType::float16), "lse has dtype float16, expected float32" + result},
-      {&Backward::grad_x, of_dtype(DType::bfloat16), "grad_x has dtype bfloat16, expected float32 (that of x)"},
+      {&Backward::grad_x, of_dtype(DType::bfloat16), "grad_x has dtype bfloat16, expected float32 (as x)"},
   });
 }
 
 TEST_F(LogsumexpErrors, Devices) {
   forward_.refuses({
       {&Forward::out, on_device(kCuda), "out is on cuda:0, expected cpu (as x)"},
-      {&Forward::x, on_device({DeviceType::cpu, 1}), "x is on CPU 1, expected 0, the only one"},
+      {&Forward::x, on_device({DeviceType::cpu, 1}), "x is on CPU 1, expected CPU 0, the only one"},
       {&Forward::x, on_device({DeviceType::cuda, -1}), "x is on cuda:-1, expected a device index of 0 or more"},
   });
   backward_.refuses({
@@ -143,15 +143,15 @@ TEST_F(LogsumexpErrors, AGpuThatIsNotThere) {
 TEST_F(LogsumexpErrors, Memory) {
   const std::int64_t huge = std::int64_t{1} << 40;
   forward_.refuses({
-      {&Forward::x, at_address(nullptr), "x has shape [4, 3] but no memory (data is null)"},
+      {&Forward::x, at_address(nullptr), "x has shape [4, 3] but a null pointer as data, expected an address"},
       {&Forward::x, at_address(reinterpret_cast<char*>(x_.data()) + 2),
        "x is not aligned to its elements, expected an address divisible by 4 for float32"},
       {&Forward::x, of_shape({4, -3}), "x has shape [4, -3], expected no negative sizes"},
       {&Forward::x, of_shape({huge, huge}),
        "x has shape [1099511627776, 1099511627776], expected fewer than 2^63 elements"},
       {&Forward::x, of_strides({std::int64_t{1} << 62, 1}),
-       "x has shape [4, 3] and strides [4611686018427387904, 1], which reach beyond the address space"},
-      {&Forward::x, of_strides({3}), "x has shape [4, 3] and strides [3], expected one stride per axis"},
+       "x has shape [4, 3] and strides [4611686018427387904, 1], expected elements within the address space"},
+      {&Forward::x, of_strides({3}), "x has shape [4, 3] and strides [3], expected a stride for each axis"},
       {&Forward::out, counted_as_missing(),
        "out has data but counts as missing, expected a view made by contiguous() or strided()"},
   });

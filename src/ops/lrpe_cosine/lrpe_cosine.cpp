@@ -110,7 +110,7 @@ LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const Lrpe
   check::is_valid(theta);
   check::is_on(theta, device, reference.name);
   check::has_dtype(theta, {reference.view.dtype, DType::float32},
-                   std::string("that of `") + reference.name + "`, or float32");
+                   std::string("as `") + reference.name + "`, or float32");
   if (args.theta.shape.size() != 2) {
     check::fail(theta, "has shape " + check::to_string(args.theta.shape) + ", expected two axes (heads, features)");
   }
@@ -166,7 +166,7 @@ LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const Lrpe
       angles.position_stride = args.positions.strides[0];
     } else {
       check::has_shape(positions, Dims{shape.batch, shape.positions},
-                       "one for each token, or for each of a batch entry");
+                       "one for each token, or for each token of each batch entry");
       angles.position_batch_stride = shape.batch == 1 ? 0 : args.positions.strides[0];
       angles.position_stride = args.positions.strides[1];
     }
@@ -210,10 +210,11 @@ void overlaps_no_input(const Argument& output, std::initializer_list<Argument> i
 void* check_lse(const Argument& lse, const LrpeCosineShape& shape, const Argument& reference, LrpeKind kind) {
   if (!check::is_given(lse)) return nullptr;
   if (kind != LrpeKind::sequence_softmax) {
-    check::fail(lse, "is given, but only a softmax over the sequence has one");
+    check::fail(lse, "is given, but only a softmax over the sequence has an lse; leave it out");
   }
   check::is_on(lse, reference.view.device, reference.name);
-  check::has_shape(lse, Dims{shape.batch, shape.heads, 2, shape.features}, "`x` without its positions, high and low");
+  check::has_shape(lse, Dims{shape.batch, shape.heads, 2, shape.features},
+                   "for each column of `x` the logsumexp and its rounding error");
   check::has_dtype(lse, {accumulator_dtype(reference.view.dtype)}, "float32, or float64 where `x` is float64");
   check::is_contiguous(lse);
   return lse.view.data;
@@ -239,7 +240,7 @@ LrpeCosineForwardProblem make_problem(const LrpeCosineForwardArgs& args) {
   check::is_valid(out);
   check::is_on(out, args.x.device, "x");
   check::has_shape(out, out_shape(shape), kOutShape);
-  check::has_dtype(out, {args.x.dtype}, "that of `x`");
+  check::has_dtype(out, {args.x.dtype}, "as `x`");
   check::is_writable(out);
   const std::initializer_list<Argument> inputs = {x,
                                                   {kForward, "theta", args.angles.theta},
@@ -290,15 +291,15 @@ LrpeCosineBackwardProblem make_problem(const LrpeCosineBackwardArgs& args) {
 
   const bool needs_x = args.activation != Activation::none || has_grad_theta;
   const bool has_x = check::is_given(x);
-  if (needs_x && !has_x) check::fail(x, "is missing, expected it with an `activation`, and for `grad_theta`");
+  if (needs_x && !has_x) check::fail(x, "is missing, but an `activation` and `grad_theta` need it");
   if (has_x) {
     check::is_on(x, args.grad_out.device, "grad_out");
     check::has_shape(x, x_shape, "`grad_out` with half its features");
-    check::has_dtype(x, {args.grad_out.dtype}, "that of `grad_out`");
+    check::has_dtype(x, {args.grad_out.dtype}, "as `grad_out`");
   }
   void* const lse_data = check_lse(lse, shape, grad_out, kind);
   if (kind == LrpeKind::sequence_softmax && lse_data == nullptr && !args.lse.is_present) {
-    check::fail(lse, "is missing, expected what the forward wrote of the softmax over the sequence");
+    check::fail(lse, "is missing, expected the forward's output, because the softmax is over the sequence");
   }
 
   const std::initializer_list<Argument> inputs = {grad_out,
@@ -311,14 +312,14 @@ LrpeCosineBackwardProblem make_problem(const LrpeCosineBackwardArgs& args) {
   if (has_grad_x) {
     check::is_on(grad_x, args.grad_out.device, "grad_out");
     check::has_shape(grad_x, x_shape, "`grad_out` with half its features");
-    check::has_dtype(grad_x, {args.grad_out.dtype}, "that of `grad_out`");
+    check::has_dtype(grad_x, {args.grad_out.dtype}, "as `grad_out`");
     check::is_writable(grad_x);
     overlaps_no_input(grad_x, inputs);
   }
   if (has_grad_theta) {
     check::is_on(grad_theta, args.grad_out.device, "grad_out");
-    check::has_shape(grad_theta, args.angles.theta.shape, "that of `theta`");
-    check::has_dtype(grad_theta, {args.angles.theta.dtype}, "that of `theta`");
+    check::has_shape(grad_theta, args.angles.theta.shape, "as `theta`");
+    check::has_dtype(grad_theta, {args.angles.theta.dtype}, "as `theta`");
     check::is_writable(grad_theta);
     overlaps_no_input(grad_theta, inputs);
     if (has_grad_x) check::do_not_overlap(grad_theta, grad_x);

@@ -220,7 +220,7 @@ TEST_P(LrpeCosineEdges, AnUpstreamGradientThatIsNoNumberStaysWhereItIs) {
   }
 }
 
-// --------------------------------------------------------------------------------------------------------- nothing
+// --------------------------------------------------------------------------------------------------- empty tensors
 
 TEST_P(LrpeCosineEdges, EmptyTensorsAreLegalAndThetasGradientIsZeroThere) {
   struct Case {

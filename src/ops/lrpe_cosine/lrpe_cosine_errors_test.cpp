@@ -117,12 +117,13 @@ TEST_F(LrpeCosineErrors, MissingTensors) {
       {&Backward::grad_out, missing(), "grad_out is missing"},
       {[](Backward& a) { a.grad_x = a.grad_theta = {}; },
        "grad_x and grad_theta are both missing, expected at least one"},
-      {&Backward::lse, missing(), "lse is missing, expected what the forward wrote of the softmax over the sequence"},
+      {&Backward::lse, missing(),
+       "lse is missing, expected the forward's output, because the softmax is over the sequence"},
   });
 }
 
 TEST_F(LrpeCosineErrors, AnXThatTheBackwardNeeds) {
-  const char* const sentence = "x is missing, expected it with an activation, and for grad_theta";
+  const char* const sentence = "x is missing, but an activation and grad_theta need it";
   for (const Activation activation : {Activation::none, Activation::relu, Activation::sigmoid, Activation::silu}) {
     const auto spoil = [&](Backward& args) { args.x = args.lse = {}, args.activation = activation; };
     backward_.refuses({{spoil, sentence}});  // x is needed for grad_theta
@@ -141,7 +142,7 @@ TEST_F(LrpeCosineErrors, Activations) {
     both_refuse([&](auto& args) { args.activation_dim = dim; },
                 "activation_dim is " + std::to_string(dim) + ", expected -1 (the features) or -2 (the sequence)");
   }
-  const char* const lse = "lse is given, but only a softmax over the sequence has one";
+  const char* const lse = "lse is given, but only a softmax over the sequence has an lse; leave it out";
   both_refuse([](auto& args) { args.activation_dim = -1; }, lse);
   both_refuse([](auto& args) { args.activation = Activation::silu; }, lse);
 }
@@ -161,9 +162,9 @@ TEST_F(LrpeCosineErrors, Shapes) {
        "grad_out has shape [2, 3, 4, 3], expected an even number of features (x with twice its features)"},
       {&Backward::x, view(x_, DType::float32, {2, 3, 2, 4}), "x has shape [2, 3, 2, 4]" + half},
       {&Backward::grad_x, grad_x_.view({3, 2, 4, 2}), "grad_x has shape [3, 2, 4, 2]" + half},
-      {&Backward::grad_theta, grad_theta_.view({1, 2}), "grad_theta has shape [1, 2], expected [3, 2] (that of theta)"},
+      {&Backward::grad_theta, grad_theta_.view({1, 2}), "grad_theta has shape [1, 2], expected [3, 2] (as theta)"},
   });
-  const std::string lse = ", expected [2, 3, 2, 2] (x without its positions, high and low)";
+  const std::string lse = ", expected [2, 3, 2, 2] (for each column of x the logsumexp and its rounding error)";
   both_refuse([&](auto& args) { args.lse = lse_.view({12}); }, "lse has shape [12]" + lse);
   const TensorView without_pairs = lse_.view({2, 3, 2});
   both_refuse([&](auto& args) { args.lse = without_pairs; }, "lse has shape [2, 3, 2]" + lse);
@@ -221,7 +222,7 @@ TEST_F(LrpeCosineErrors, Positions) {
   for (const Dims& shape : {Dims{1, 4}, Dims{2, 3}, Dims{}}) {
     both_refuse(&LrpeAngles::positions, integers(shape),
                 "positions has shape " + check::to_string(shape) +
-                    ", expected [2, 4] (one for each token, or for each of a batch entry)");
+                    ", expected [2, 4] (one for each token, or for each token of each batch entry)");
   }
   TensorView narrow = integers({4});
   narrow.dtype = DType::int16;
@@ -246,7 +247,7 @@ TEST_F(LrpeCosineErrors, PackedSequences) {
         shape, unchanged,
         "shape " + check::to_string(shape) + ", expected one axis with one entry more than there are sequences");
   }
-  packed_refuse({4}, of_strides({2}), "shape [4] and strides [2], expected it to be contiguous");
+  packed_refuse({4}, of_strides({2}), "shape [4] and strides [2], expected a contiguous tensor");
   packed_refuse({4}, of_dtype(DType::uint8), "dtype uint8, expected int64 or int32 (positions are integers)");
   const std::pair<std::vector<std::int64_t>, const char*> starts[] = {
       {{1, 2, 4}, "1 at index 0"}, {{-1, 4}, "-1 at index 0"},  {{0, 3, 2, 4}, "2 at index 2"},
@@ -293,24 +294,23 @@ TEST_F(LrpeCosineErrors, TwoWaysToGiveAPosition) {
 TEST_F(LrpeCosineErrors, Dtypes) {
   forward_.refuses({
       {&Forward::x, of_dtype(DType::int32), "x has dtype int32" + kFloating},
-      {&Forward::out, of_dtype(DType::bfloat16), "out has dtype bfloat16, expected float32 (that of x)"},
+      {&Forward::out, of_dtype(DType::bfloat16), "out has dtype bfloat16, expected float32 (as x)"},
       {[](Forward& a) {
          a.x.dtype = a.out.dtype = DType::bfloat16;
          a.angles.theta.dtype = DType::float16;
        },
-       "theta has dtype float16, expected bfloat16 or float32 (that of x, or float32)"},
+       "theta has dtype float16, expected bfloat16 or float32 (as x, or float32)"},
   });
   both_refuse(&LrpeAngles::theta, of_dtype(DType::bfloat16),
-              "theta has dtype bfloat16, expected float32 (that of <x>, or float32)");
+              "theta has dtype bfloat16, expected float32 (as <x>, or float32)");
   both_refuse(&LrpeAngles::theta, of_dtype(static_cast<DType>(77)), "theta has dtype 77, expected one of enum DType");
   both_refuse([](auto& args) { args.lse.dtype = DType::bfloat16; },
               "lse has dtype bfloat16, expected float32 (float32, or float64 where x is float64)");
   backward_.refuses({
       {&Backward::grad_out, of_dtype(DType::boolean), "grad_out has dtype bool" + kFloating},
-      {&Backward::x, of_dtype(DType::float16), "x has dtype float16, expected float32 (that of grad_out)"},
-      {&Backward::grad_x, of_dtype(DType::float16), "grad_x has dtype float16, expected float32 (that of grad_out)"},
-      {&Backward::grad_theta, of_dtype(DType::float16),
-       "grad_theta has dtype float16, expected float32 (that of theta)"},
+      {&Backward::x, of_dtype(DType::float16), "x has dtype float16, expected float32 (as grad_out)"},
+      {&Backward::grad_x, of_dtype(DType::float16), "grad_x has dtype float16, expected float32 (as grad_out)"},
+      {&Backward::grad_theta, of_dtype(DType::float16), "grad_theta has dtype float16, expected float32 (as theta)"},
   });
 }
 
@@ -328,7 +328,7 @@ TEST_F(LrpeCosineErrors, Devices) {
   }
   forward_.refuses({
       {&Forward::out, on_device(kCuda), "out is on cuda:0, expected cpu (as x)"},
-      {&Forward::x, on_device({DeviceType::cpu, 1}), "x is on CPU 1, expected 0, the only one"},
+      {&Forward::x, on_device({DeviceType::cpu, 1}), "x is on CPU 1, expected CPU 0, the only one"},
   });
   backward_.refuses({
       {&Backward::x, on_device(kCuda), "x is on cuda:0, expected cpu (as grad_out)"},
@@ -355,12 +355,12 @@ TEST_F(LrpeCosineErrors, AGpuThatIsNotThere) {
 
 TEST_F(LrpeCosineErrors, Memory) {
   forward_.refuses({
-      {&Forward::x, at_address(nullptr), "x has shape [2, 3, 4, 2] but no memory (data is null)"},
+      {&Forward::x, at_address(nullptr), "x has shape [2, 3, 4, 2] but a null pointer as data, expected an address"},
       {&Forward::x, at_address(reinterpret_cast<char*>(x_.data()) + 2),
        "x is not aligned to its elements, expected an address divisible by 4 for float32"},
       {&Forward::x, of_shape({2, 3, -4, 2}), "x has shape [2, 3, -4, 2], expected no negative sizes"},
       {&Forward::x, of_strides({24, 8, 2}),
-       "x has shape [2, 3, 4, 2] and strides [24, 8, 2], expected one stride per axis"},
+       "x has shape [2, 3, 4, 2] and strides [24, 8, 2], expected a stride for each axis"},
       {&Forward::out, counted_as_missing(), "out" + kCountsAsMissing},
   });
   TensorView positions = integers({4});
@@ -378,7 +378,7 @@ TEST_F(LrpeCosineErrors, OutputsThatShareMemory) {
       {&Backward::grad_theta, of_strides({0, 1}), sharing("grad_theta has shape [3, 2] and strides [0, 1]")},
   });
   both_refuse([&](auto& args) { args.lse.strides = gaps; },
-              "lse has shape [2, 3, 2, 2] and strides [24, 8, 4, 2], expected it to be contiguous");
+              "lse has shape [2, 3, 2, 2] and strides [24, 8, 4, 2], expected a contiguous tensor");
 }
 
 TEST_F(LrpeCosineErrors, OutputsThatOverlap) {

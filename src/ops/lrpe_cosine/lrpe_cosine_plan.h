@@ -91,7 +91,7 @@ inline LrpePlan make_plan(const LrpeCall& call) {
   if (shape.batch * shape.heads > INT32_MAX || shape.features > INT32_MAX) {
     throw Unsupported(op, "has " + std::to_string(shape.batch) + " x " + std::to_string(shape.heads) + " heads of " +
                               std::to_string(shape.features) +
-                              " features, a GPU takes 2147483647 heads and as many features");
+                              " features, but a GPU takes at most 2147483647 heads and 2147483647 features");
   }
   const DeviceProperties& gpu = properties(device);
   const auto accumulator_bytes = static_cast<std::int64_t>(size_of(accumulator_dtype(dtype)));

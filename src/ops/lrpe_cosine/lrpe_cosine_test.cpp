@@ -465,7 +465,7 @@ TEST_P(LrpeCosine, ManyPackedSequencesMatchTheOracle) {
   }
 }
 
-// ---------------------------------------------------------------------------------------------- equal bit for bit
+// ----------------------------------------------------------------------------------------------- bitwise equality
 
 TEST_P(LrpeCosine, TheSamePositionsGivenInAnotherWayChangeNoBit) {
   constexpr std::int64_t kPositions = 45;

@@ -55,7 +55,7 @@ inline std::int64_t product_of(const LrpeCosineShape& shape) {
   return shape.batch * shape.heads * shape.positions * shape.features;
 }
 
-// ------------------------------------------------------------------------------------------------- sharing the work
+// --------------------------------------------------------------------------------------------- division of the work
 
 /// A theta head (all heads if theta has one), some tiles of positions, and some users. The users of a theta head are
 /// the rows [batch entry, head] that read it: all batch entries, times all heads if theta has one.

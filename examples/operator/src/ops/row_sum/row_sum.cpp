@@ -25,7 +25,7 @@ RowSumForwardProblem make_problem(const RowSumForwardArgs& args) {
   check::is_valid(out);
   check::is_on(out, args.x.device, "x");
   check::has_shape(out, reduced_shape(args.x.shape, last_axis, false), "`x` without its last axis");
-  check::has_dtype(out, {args.x.dtype}, "that of `x`");
+  check::has_dtype(out, {args.x.dtype}, "as `x`");
   check::is_writable(out);
   check::do_not_overlap(out, x);
 
