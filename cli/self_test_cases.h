@@ -2,7 +2,6 @@
 // Programs without a test framework run it: the program and the Python package.
 #pragma once
 
-#include <algorithm>
 #include <functional>
 #include <string>
 #include <vector>
@@ -22,7 +21,7 @@ struct SelfTestResult {
   /// Takes the worse of this result and the shares of an operator's comparison.
   template <typename Shares>
   void add(const Shares& shares) {
-    share = std::max(share, shares.worst());
+    if (!(shares.worst() <= share)) share = shares.worst();  // a NaN too
     if (failure.empty()) failure = shares.failure;
   }
 };

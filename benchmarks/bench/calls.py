@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import verify
 from .benchmark import Forward, Inputs, Row
 
 PROTOCOLS = ("autograd", "accumulate")
@@ -110,9 +111,17 @@ def captured(inputs: Inputs, make: Callable[[], Call]) -> Call:
             call.prepare()
             call.run()
         call.prepare()
+        # A call that waits for the device fails here. A failed capture would disturb the calls after it.
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            expected = {name: each.clone() for name, each in _tensors(call.run()).items()}
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        call.prepare()
     with torch.cuda.graph(graph, stream=stream):
         output: Any = call.run()
-    copies = output[0].arguments if isinstance(output, tuple) and isinstance(output[0], Inputs) else inputs.arguments
+    is_in_place = isinstance(output, tuple) and any(isinstance(each, Inputs) for each in output)
+    copies = output[0].arguments if is_in_place else inputs.arguments
 
     def prepare() -> None:
         for copy, original in zip(copies, inputs.arguments):
@@ -123,4 +132,16 @@ def captured(inputs: Inputs, make: Callable[[], Call]) -> Call:
         graph.replay()
         return call, output  # the graph uses their memory
 
+    prepare()
+    run()
+    if verify.difference(_tensors(output), expected):
+        raise RuntimeError("the replay of the CUDA graph has another result than the call")
     return Call(run, prepare)
+
+
+def _tensors(output: object) -> verify.Results:
+    """The tensors of a call's output, without the inputs."""
+    if isinstance(output, Tensor):
+        return {"": output.detach()}
+    parts = output if isinstance(output, tuple | list) and not isinstance(output, Inputs) else ()
+    return {f"{place}.{name}": each for place, part in enumerate(parts) for name, each in _tensors(part).items()}

@@ -129,8 +129,8 @@ def _parts(arguments: Namespace, device: torch.device) -> list[_Part]:
 
 
 def _is_small(row: Row) -> bool:
-    """True if the host may take longer for the call than a GPU, which a CUDA graph saves."""
-    return row.shape.get("v", row.shape.get("n", 0)) <= 8192
+    """True for rows in which a CUDA graph may save time: few classes, or few bytes if an operator has no classes."""
+    return row.shape["v"] <= 8192 if "v" in row.shape else row.read_bytes + row.write_bytes <= 128 * 2**20
 
 
 def installed(providers: Iterable[Provider], device: torch.device, said: set[str] | None = None) -> list[Provider]:

@@ -33,7 +33,7 @@ _models: weakref.WeakSet[Any] = weakref.WeakSet()
 _OTHER_LOSSES = (
     "chunked_cross_entropy", "cut_cross_entropy", "diffusion", "diffusion_decision", "diffusion_lm",
     "flash_attn_cross_entropy", "kd_trainer", "liger_cross_entropy", "liger_fused_linear_cross_entropy", "orpo_alpha",
-    "rl", "use_eaft",
+    "rl", "use_dft", "use_eaft",
 )  # fmt: skip
 # Modules of trainers whose compute_loss takes the model's loss.
 _CALL_THE_MODEL = ("axolotl.core.trainers.base", "transformers.trainer")

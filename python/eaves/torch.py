@@ -31,8 +31,8 @@ def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep
 
     The loss of 16-bit tensors is float32, and the mean of no rows is 0. `workspace_bytes` sets the size of the chunks,
     not the chunk sizes in `options`. Their acc_policy "accurate" or "balanced" sums the head's gradient in float32.
-    PyTorch's own function still computes, with a warning, a K-dimensional loss, probabilities that require a gradient
-    or come with an ignore_index, and tensors on devices other than the CPU and CUDA GPUs.
+    PyTorch's own function still computes, with a warning outside of torch.compile, a K-dimensional loss, probabilities
+    that require a gradient or come with an ignore_index, and tensors on devices other than the CPU and CUDA GPUs.
 
     Args:
         algorithm, workspace_bytes, keep_bytes: as in eaves.linear_cross_entropy.

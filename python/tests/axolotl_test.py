@@ -142,6 +142,7 @@ def test_the_recipe_is_a_configuration_that_axolotl_takes() -> None:
         {"orpo_alpha": 0.1},
         {"rl": "dpo"},
         {"rl": "grpo"},
+        {"use_dft": True},
         {"use_eaft": True},
     ),
 )

@@ -135,6 +135,22 @@ def test_of_a_top_k_of_equal_heads_nothing_is_left(
             torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=2e-6)
 
 
+@each("token", (0, CLASSES - 1))
+def test_empty_places_around_a_token_change_nothing(token: int, device: torch.device) -> None:
+    """An empty place has the first column, until it takes the column of the row's first token."""
+    x, head, *_ = heads(torch.float32, device, (2,))
+    leaves = leaves_of([x, head])
+
+    def step(tokens: list[int]) -> list[Tensor]:
+        given = torch.tensor([tokens, tokens], device=device)
+        log_probs = torch.full(given.shape, -0.5, device=device)
+        loss = eaves.linear_kl_div(*leaves, teacher_tokens=given, teacher_log_probs=log_probs)
+        return [loss, *torch.autograd.grad(loss, leaves)]
+
+    for found, expected in zip(step([-1, token, -1]), step([token]), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
 @each("temperature", (0.5, 4.0))
 def test_a_renormalized_top_k_is_exact_at_any_temperature(temperature: float, device: torch.device) -> None:
     x, head = heads(torch.float32, device, (64,), 1000)[:2]

@@ -220,7 +220,7 @@ def linear_kl_div(
             eaves.linear_cross_entropy.
         workspace_bytes: the scratch memory that sets the size of the chunks, in bytes. None: 32 MiB on the CPU; on a
             GPU 512 MiB, or the bytes of a 16-bit head if that is more. A chunk has at least one row of V classes. The
-            gradients, in float32, come on top.
+            gradients, in float32, come on top, and up to 26 bytes for each row and token of a top K.
 
     Returns:
         The loss: float32, or float64 for float64 hidden states; of shape [], or with reduction="none" of shape

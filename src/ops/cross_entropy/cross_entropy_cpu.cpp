@@ -131,9 +131,10 @@ void rescale_of(const CrossEntropyRescaleProblem& problem, const ExecutionContex
     if (view.layout == RowLayout::contiguous) {
       const auto factors = hn::Set(Tag<T>(), factor);
       transform(row + piece.begin, row + piece.begin, static_cast<std::size_t>(piece.end - piece.begin),
-                // A 0 stays 0 even if the factor is infinite or NaN: rows that do not count hold zeros.
+                // A 0 stays 0 even if the factor is infinite or NaN: rows that do not count hold zeros. A NaN stays
+                // NaN; Highway's Ne is false for it.
                 [&](VectorOf<T> v)
-                    HWY_ATTR { return hn::IfThenElseZero(hn::Ne(v, hn::Zero(Tag<T>())), hn::Mul(v, factors)); });
+                    HWY_ATTR { return hn::IfThenZeroElse(hn::Eq(v, hn::Zero(Tag<T>())), hn::Mul(v, factors)); });
     } else {
       for_each_run(view.columns, kGradLogits, piece.begin, piece.end - piece.begin,
                    [&](std::int64_t, std::int64_t count, std::int64_t offset, std::int64_t stride) {

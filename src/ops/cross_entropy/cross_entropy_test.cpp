@@ -532,6 +532,27 @@ TEST_P(CrossEntropy, AGradientIsRescaledWhereTheUpstreamGradientIsKnownLater) {
   }
 }
 
+TEST_P(CrossEntropy, ARescaledNaNIsNaN) {
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const Dims& shape : {Dims{4, 3}, Dims{4, 40}, Dims{4, 9001}}) {
+      TestTensor gradient(device(), dtype, shape);
+      gradient.fill([](std::int64_t i) { return i % 5 == 2 ? std::nan("") : 1.0; });
+      TestTensor half(device(), accumulator_dtype(dtype), {});
+      half.fill([](std::int64_t) { return 0.5; });
+      cross_entropy_rescale({.grad_logits = gradient.view(), .grad_loss = half.view()});
+      runtime::synchronize(device());
+      gradient.download();
+      for (std::int64_t i = 0; i < shape[0] * shape[1]; ++i) {
+        if (i % 5 == 2) {
+          ASSERT_TRUE(std::isnan(gradient.get(i))) << "element " << i;
+        } else {
+          ASSERT_EQ(gradient.get(i), 0.5) << "element " << i;
+        }
+      }
+    }
+  }
+}
+
 TEST_P(CrossEntropy, RowsThatAreRescaledByOneKeepTheirBits) {
   // The gradient has NaN with a payload that a product would not keep.
   for (const Dims& shape : {Dims{4, 40}, Dims{4, 9001}}) {
