@@ -16,12 +16,10 @@ struct SelfTestResult {
   double share = 0.0;
   std::string failure = {};  ///< on the first result outside of the contract; empty: all are within it
 
-  double worst() const { return share; }
-
   /// Takes the worse of this result and the shares of an operator's comparison.
   template <typename Shares>
   void add(const Shares& shares) {
-    if (!(shares.worst() <= share)) share = shares.worst();  // a NaN too
+    if (shares.worst() > share) share = shares.worst();
     if (failure.empty()) failure = shares.failure;
   }
 };

@@ -24,7 +24,7 @@ integration = module_of("lm_eval")
 _huggingface: Any = import_module("lm_eval.models.huggingface")
 _utils: Any = import_module("lm_eval.models.utils")
 
-__all__ = ["HFLM"]
+__all__ = ["HFLM", "is_active"]
 
 
 class _Unwrapped:

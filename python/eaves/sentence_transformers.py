@@ -21,7 +21,7 @@ integration = module_of("sentence_transformers")
 _losses: Any = import_module("sentence_transformers.sentence_transformer.losses")
 _util: Any = import_module("sentence_transformers.util")
 
-__all__ = ["MultipleNegativesRankingLoss"]
+__all__ = ["MultipleNegativesRankingLoss", "is_active"]
 
 is_active = integration.has_objects
 

@@ -53,8 +53,8 @@ def install(
     TRL's `chunk_size` is not read: `workspace_bytes` says how much is computed at once.
 
     DistillationTrainer takes four products on a GPU, three with a frozen head (LoRA); TRL's own function computes both
-    logits two to three times. GKDTrainer does not hold the logits of either model. It keeps TRL's own loss if a head is
-    no plain torch.nn.Linear, under DeepSpeed, FSDP of version 1, DDP with find_unused_parameters and torch.compile,
+    logits two to three times. GKDTrainer does not hold the logits of either model. It keeps TRL's own loss if
+    eaves.hf.patch refuses a head, under DeepSpeed, FSDP of version 1, torch.compile, DDP with find_unused_parameters,
     with Liger's loss (use_liger_kernel, up to 1.13), and in an evaluation with compute_metrics, which reads the logits.
 
     Args:

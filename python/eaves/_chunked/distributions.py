@@ -70,7 +70,7 @@ class RowStatistics(NamedTuple):
     entropy: Tensor | None  # of the student, in nats
     hard_lse: Tensor | None  # of the student at temperature 1
     hard_loss: Tensor | None  # the student's cross entropy of the targets at temperature 1
-    top_k: TermsOfTopK | None = None
+    top_k: TermsOfTopK | None = None  # last, because _compute of kl_div.py collects every other field of all chunks
 
 
 class RowFactors(NamedTuple):
