@@ -141,7 +141,7 @@ def test_the_words_of_the_core_become_those_of_the_user() -> None:
     forward, backward = torch.ops.eaves.cross_entropy_forward.default, torch.ops.eaves.cross_entropy_backward.default
     assert_refused_by(call, OP, ValueError, r"^cross_entropy: target has shape \[3\]", OP, forward, LOGITS, TARGET[:3])
     saved = (LOGITS, SHARES, None, None, torch.zeros(4), None, None, None, -1, -100, REDUCTIONS["sum"], ())
-    sentence = r"target_mass is missing, .*\(targets are soft\)"
+    sentence = r"target_mass is missing, .* because the targets are soft"
     assert_refused_by(call, OP, ValueError, sentence, OP, backward, torch.ones(()), None, None, *saved)
 
 

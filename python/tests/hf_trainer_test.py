@@ -290,7 +290,7 @@ def test_wrong_options_and_unknown_versions_are_refused() -> None:
         with pytest.raises(error, match=next(iter(wrong))):
             eaves.hf.install(**wrong)
     for version in ("4.56.2", "6.0.0", "50.1"):
-        sentence = rf"eaves\.hf: this is transformers {version}, expected 4\.57\.x or 5\.x"
+        sentence = rf"eaves\.hf: transformers has version {version}, expected 4\.57\.x or 5\.x"
         with installed(version), pytest.raises(RuntimeError, match=sentence):
             eaves.hf.install()
     assert not eaves.hf.is_active()

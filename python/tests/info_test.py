@@ -137,7 +137,7 @@ def test_the_text_says_of_each_library_whether_it_is_active(name: str, monkeypat
 
     known = f"{integration.known[-1]}.9"
     assert said(None, False) == "not installed"
-    assert said("99.0", False) == f"99.0, which eaves.{name} does not know"
+    assert said("99.0", False) == f"99.0, which eaves.{name} does not support"
     assert said(known, False) == f"{known}, active {integration.turned_on}"
     assert said(known, True) == f"{known}, active in this process"
 

@@ -128,7 +128,7 @@ def test_a_normalizer_of_0_gives_an_infinite_loss_without_a_gradient(jax_device:
 
 def test_a_refused_axis_leaves_nothing_behind(jax_device: Any) -> None:
     logits, labels = jnp.ones((3, 11)), jnp.zeros(3, jnp.int32)
-    with pytest.raises(TypeError, match="axis is no number"):
+    with pytest.raises(TypeError, match="axis is not a number"):
         eaves.jax.cross_entropy(logits, labels, axis=-1.0)  # type: ignore[arg-type]
     assert float(eaves.jax.cross_entropy(logits, labels)) == pytest.approx(2.397895, rel=1e-6)
 
@@ -173,7 +173,7 @@ RIGHT: dict[str, Any] = {"logits": jnp.zeros((4, 6, V)), "targets": jnp.zeros((4
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5, expected 0 to 1"),
         ({"z_loss": -1.0}, ValueError, "z_loss is -1, expected 0 or a positive number"),
         ({"softcap": -1.0}, ValueError, "softcap is -1, expected a positive number"),
-        ({"scale": "x"}, TypeError, "scale is no number"),
+        ({"scale": "x"}, TypeError, "scale is not a number"),
         ({"softcap": float("nan")}, ValueError, "softcap is nan, expected a finite number"),
         ({"axis_name": "model"}, ValueError, "inside of jax.shard_map"),
         ({"outputs": ("lse", "logits")}, ValueError, "outputs has 'logits', expected names among lse, argmax, entropy"),

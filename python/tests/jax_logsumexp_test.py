@@ -86,7 +86,7 @@ def test_integers_and_scalars_are_converted(jax_device: Any) -> None:
         ({"axis": (0, -2)}, ValueError, "each axis once"),
         ({"axis": 0, "dtype": "float16"}, ValueError, "out has dtype float16"),
         ({"axis": (), "dtype": "int32"}, ValueError, "out has dtype int32"),
-        ({"axis": 1.0}, TypeError, "axis is no number"),
+        ({"axis": 1.0}, TypeError, "axis is not a number"),
         ({"x": jnp.zeros((2, 3), jnp.complex64)}, NotImplementedError, "x has dtype complex64"),
     ],
 )

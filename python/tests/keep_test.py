@@ -251,7 +251,7 @@ def test_there_is_no_second_derivative() -> None:
     ("error", "sentence", "keywords"),
     [
         (ValueError, "keep_bytes is 5, expected None with algorithm", {"algorithm": "speed", "keep_bytes": 5}),
-        (ValueError, "keep_bytes is -1, expected at least 0", {"keep_bytes": -1}),
+        (ValueError, "keep_bytes is -1, expected a number of bytes from 0", {"keep_bytes": -1}),
         (TypeError, "keep_bytes", {"algorithm": "keep", "keep_bytes": 0.5}),
         (NotImplementedError, 'algorithm is "keep"', {"algorithm": "keep", "temperature": torch.ones(N)}),
         (NotImplementedError, "keep_bytes is given", {"keep_bytes": 5, "temperature": torch.ones(N)}),

@@ -396,9 +396,10 @@ def _patched_class(original: Any) -> Any:
 def _warn_of_labels(model: Any) -> None:
     if not torch.compiler.is_compiling():
         warnings.warn(
-            f"eaves.hf: this {type(model).__name__} computes all logits, because Trainer or a compute_loss of its "
-            "subclass removed the labels; for label_smoothing_factor call eaves.hf.install() before the "
-            "Trainer is made, or eaves.hf.patch(model, label_smoothing=...) in place of the factor",
+            f"eaves.hf: this {type(model).__name__} computes all logits, because Trainer, its compute_loss_func or "
+            "a compute_loss of its subclass takes the labels and computes the loss without eaves; for "
+            "label_smoothing_factor call eaves.hf.install() before the Trainer is made, or "
+            "eaves.hf.patch(model, label_smoothing=...) in place of the factor",
             stacklevel=3,
         )
 
