@@ -212,7 +212,7 @@ def test_a_plugin_that_cannot_be_imported_stops_the_run(reason: str, monkeypatch
     """Axolotl up to 0.20 prints an ImportError of a plugin and trains without it."""
     monkeypatch.delitem(sys.modules, "eaves.axolotl", raising=False)
     version, sentence = {
-        "unknown": ("0.18.0", r"axolotl 0\.18\.0, expected 0\.19\.x or 0\.20\.x or 0\.21\.x"),
+        "unknown": ("0.18.0", r"axolotl has version 0\.18\.0, expected 0\.19\.x or 0\.20\.x or 0\.21\.x"),
         "absent": (None, r"needs axolotl 0\.19\.x .*, which is not installed"),
         "broken": ("0.19.0", r"eaves\.axolotl cannot be imported: .*eaves\.hf"),
     }[reason]

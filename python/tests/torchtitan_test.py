@@ -204,7 +204,7 @@ def test_info_says_whether_a_loss_is_alive() -> None:
     assert is_active()
     del loss
     assert not is_active() and f"active if the configuration names {LINE}" in _info.text(_info.collect())
-    with installed("0.4.0"), pytest.raises(RuntimeError, match=r"this is torchtitan 0.4.0, expected 0.3.x"):
+    with installed("0.4.0"), pytest.raises(RuntimeError, match=r"torchtitan has version 0.4.0, expected 0.3.x"):
         integration.check_version()
 
 
