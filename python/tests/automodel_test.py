@@ -181,7 +181,7 @@ def test_info_says_whether_a_loss_is_alive() -> None:
     del loss
     name = "active if the configuration names eaves.automodel.LinearCrossEntropy"
     assert not is_active() and name in _info.text(_info.collect())
-    with installed("0.8.0"), pytest.raises(RuntimeError, match=r"this is nemo-automodel 0.8.0, expected 0.7.x"):
+    with installed("0.8.0"), pytest.raises(RuntimeError, match=r"nemo-automodel has version 0.8.0, expected 0.7.x"):
         integration.check_version()
 
 
