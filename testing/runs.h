@@ -1,5 +1,5 @@
 // A run of a case, without a test framework, for the tests and for `eaves info --self-test`. A Run is constructed from
-// a case, and has run(context), inputs() and named outputs().
+// a case, and has test_case(), launch(context), inputs() and named outputs().
 #pragma once
 
 #include <cstddef>
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "eaves/context.h"
+#include "runtime/runtime.h"
 #include "testing/tensor.h"
 
 namespace eaves::testing {
@@ -16,6 +17,22 @@ inline Device& device_of_test() {
   static Device device = kCpu;
   return device;
 }
+
+/// The part that the Runs of all operators share: `Run` derives from CallsOf<Run>.
+template <typename Run>
+class CallsOf {
+ public:
+  void download() {
+    Run& self = static_cast<Run&>(*this);
+    runtime::synchronize(self.test_case().device);
+    for (TestTensor* tensor : self.inputs()) tensor->download();
+    for (auto& [name, tensor] : self.outputs()) tensor->download();
+  }
+  void run(const ExecutionContext& context = {}) {
+    static_cast<Run&>(*this).launch(context);
+    download();
+  }
+};
 
 /// Runs a call. Empty, or a sentence if an input or a byte around an output has changed.
 template <typename Run>

@@ -13,7 +13,6 @@
 #include "core/check.h"
 #include "core/rows.h"
 #include "eaves/cross_entropy.h"
-#include "runtime/runtime.h"
 #include "testing/cross_entropy_reference.h"
 #include "testing/cross_entropy_results.h"
 #include "testing/runs.h"
@@ -59,7 +58,7 @@ inline TensorView narrow_view_of(TensorView logits, DType dtype) {
 }
 
 /// The buffers of one call: forward, backward, and forward_backward with separate results.
-class CrossEntropyRun {
+class CrossEntropyRun : public CallsOf<CrossEntropyRun> {
  public:
   explicit CrossEntropyRun(const CrossEntropyCase& test_case)
       : case_(test_case),
@@ -128,15 +127,6 @@ class CrossEntropyRun {
     cross_entropy_forward(forward_args(), context);
     cross_entropy_backward(backward_args(), context);
     if (case_.runs_in_place) cross_entropy_forward_backward(in_place_args(), context);
-  }
-  void download() {
-    runtime::synchronize(case_.device);
-    for (TestTensor* tensor : inputs()) tensor->download();
-    for (auto& [name, tensor] : outputs()) tensor->download();
-  }
-  void run(const ExecutionContext& context = {}) {
-    launch(context);
-    download();
   }
   /// Restores the logits that the calls in place have overwritten.
   void restore() {

@@ -22,7 +22,6 @@
 #include "eaves/linear_cross_entropy.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_reference.h"
-#include "runtime/runtime.h"
 #include "testing/cross_entropy_results.h"
 #include "testing/runs.h"
 #include "testing/tensor.h"
@@ -100,7 +99,7 @@ struct LinearCrossEntropyGradientTensors {
 };
 
 /// The buffers of one call of each kind: forward, backward, and loss and gradients at once with results of its own.
-class LinearCrossEntropyRun {
+class LinearCrossEntropyRun : public CallsOf<LinearCrossEntropyRun> {
  public:
   explicit LinearCrossEntropyRun(const LinearCrossEntropyCase& test_case)
       : case_(test_case),
@@ -175,15 +174,6 @@ class LinearCrossEntropyRun {
     linear_cross_entropy_forward(forward_args(), context);
     linear_cross_entropy_backward(backward_args(), context);
     linear_cross_entropy_forward_backward(at_once_args(), context);
-  }
-  void download() {
-    runtime::synchronize(case_.device);
-    for (TestTensor* tensor : inputs()) tensor->download();
-    for (auto& [name, tensor] : outputs()) tensor->download();
-  }
-  void run(const ExecutionContext& context = {}) {
-    launch(context);
-    download();
   }
   /// Restores the tensors that a call accumulates into.
   void restore() {

@@ -13,7 +13,6 @@
 #include "core/check.h"
 #include "eaves/logsumexp.h"
 #include "ops/logsumexp/logsumexp_reference.h"
-#include "runtime/runtime.h"
 #include "testing/runs.h"
 #include "testing/tensor.h"
 #include "testing/tolerance.h"
@@ -39,7 +38,7 @@ struct LogsumexpCase {
 };
 
 /// The buffers of one call, forward and backward.
-class LogsumexpRun {
+class LogsumexpRun : public CallsOf<LogsumexpRun> {
  public:
   explicit LogsumexpRun(const LogsumexpCase& test_case)
       : case_(test_case),
@@ -72,17 +71,9 @@ class LogsumexpRun {
     logsumexp_forward(forward_args(), context);
     if (case_.has_backward) logsumexp_backward(backward_args(), context);
   }
-  void download() {
-    runtime::synchronize(case_.device);
-    for (TestTensor* tensor : {&x, &out, &lse, &grad_out, &grad_x}) tensor->download();
-  }
   std::vector<TestTensor*> inputs() { return {&x, &grad_out}; }
   std::vector<std::pair<const char*, TestTensor*>> outputs() {
     return {{"out", &out}, {"lse", &lse}, {"grad_x", &grad_x}};
-  }
-  void run(const ExecutionContext& context = {}) {
-    launch(context);
-    download();
   }
 
   /// Are all results equal bit by bit?

@@ -14,7 +14,6 @@
 #include "core/dispatch.h"
 #include "eaves/lrpe_cosine.h"
 #include "ops/lrpe_cosine/lrpe_cosine_reference.h"
-#include "runtime/runtime.h"
 #include "testing/runs.h"
 #include "testing/tensor.h"
 #include "testing/tolerance.h"
@@ -86,7 +85,7 @@ inline TensorView slice(TensorView view, int axis, std::int64_t first, std::int6
 }
 
 /// The buffers of one call, forward and backward.
-class LrpeCosineRun {
+class LrpeCosineRun : public CallsOf<LrpeCosineRun> {
  public:
   using Where = TensorView (TestTensor::*)() const;  ///< &TestTensor::view or &TestTensor::host
 
@@ -153,15 +152,6 @@ class LrpeCosineRun {
   void launch(const ExecutionContext& context = {}) {
     lrpe_cosine_forward(forward_args(), context);
     if (has_backward()) lrpe_cosine_backward(backward_args(), context);
-  }
-  void download() {
-    runtime::synchronize(case_.device);
-    for (TestTensor* tensor : inputs()) tensor->download();
-    for (auto& [name, tensor] : outputs()) tensor->download();
-  }
-  void run(const ExecutionContext& context = {}) {
-    launch(context);
-    download();
   }
 
   /// Has every wanted output changed? Without this check an operator that does nothing would agree with itself.
