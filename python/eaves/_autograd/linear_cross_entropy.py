@@ -316,8 +316,8 @@ def _multiplied(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | N
 
 
 class _Plain(torch.autograd.Function):
-    """Recompute for a plain call, or Speed if the record names gradients. The result is the mean, or the
-    log-probabilities if there is no reduction."""
+    """Recompute for a plain call, or Speed if the record names gradients. The result is the loss, or for
+    linear_log_prob its negative."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -327,19 +327,18 @@ class _Plain(torch.autograd.Function):
         result, lse, *behind = run_plainly(
             overload, *tensors, None, None, None, *record.options, record.computed, *gradients
         )
-        is_mean = record.options[_REDUCTION] == MEAN
-        divisor = behind.pop(0) if is_mean else None
+        divisor = behind.pop(0) if record.options[_REDUCTION] == MEAN else None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, None, None, None, lse, None, None, divisor, None, None)  # in `_save`'s order
         ctx.record, ctx.has_kept, ctx.gradients = record, False, behind
-        return result if is_mean else log_prob_of(result)
+        return result if record.op == OP else log_prob_of(result)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if upstream is None:
             return None, None, None, None, None
         record: Record = ctx.record
-        grad_loss = upstream if record.options[_REDUCTION] == MEAN else -upstream
+        grad_loss = upstream if record.op == OP else -upstream
         gradients = _multiplied if record.gradients else _compute_again
         return *gradients(ctx, (grad_loss, None, None)), None, None
 
@@ -356,24 +355,30 @@ _plain_speed, _plain_recompute = apply_plainly(PlainSpeed), apply_plainly(PlainR
 
 
 @lru_cache(maxsize=256)
-def _record_of(op: str, mode: int, gradients: int, dtype: torch.dtype, is_of_zero3: bool) -> Record:
+def _record_of(op: str, options: tuple[Any, ...], gradients: int, dtype: torch.dtype, is_of_zero3: bool) -> Record:
     """The record of a plain call."""
-    options = (-100, mode, (), False, 0)
-    return Record(op, options, kept_for_backward(0, mode, False), 0, gradients, dtype, is_of_zero3)
+    computed = kept_for_backward(0, options[_REDUCTION], False)
+    return Record(op, options, computed, 0, gradients, dtype, is_of_zero3)
 
 
 def result_of_plain_call(
-    op: str, mode: int, hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, gradients: int | None
+    op: str,
+    options: tuple[Any, ...],
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    gradients: int | None,
 ) -> Tensor | None:
-    """The mean of a plain call, or its log-probabilities if there is no reduction; None if the call needs the checks.
-    `gradients` has the bits of the gradients that the forward computes; it is None if no gradient is wanted."""
+    """The loss of a plain call, or its log-probabilities if `op` is linear_log_prob; None if the call needs the checks.
+    `options` are the extension's. `gradients` has the bits of the gradients that the forward computes; it is None if no
+    gradient is wanted."""
     try:
         result: Tensor
         if gradients is None:
-            arguments = (hidden, head, bias, targets, None, None, None, -100, mode, (), False, 0, 0)
-            result = run_plainly(_forward, *arguments)[0]
-            return result if mode == MEAN else log_prob_of(result)
-        record = _record_of(op, mode, gradients, head.dtype, hasattr(head, "ds_id"))
+            result = run_plainly(_forward, hidden, head, bias, targets, None, None, None, *options, 0)[0]
+            return result if op == OP else log_prob_of(result)
+        record = _record_of(op, options, gradients, head.dtype, hasattr(head, "ds_id"))
         function = _plain_speed if gradients else _plain_recompute
         result = function(hidden, head, bias, targets, record)
         return result

@@ -59,7 +59,6 @@ from eaves._torch.outputs import (
     ENTROPY,
     LOSS_OUTPUTS,
     LSE,
-    MEAN,
     NONE,
     CrossEntropyOutput,
     kept_for_backward,
@@ -82,14 +81,15 @@ class LinearCrossEntropyCall(NamedTuple):
     head: Any  # a Tensor or a torch.nn.Linear
     targets: Tensor
     bias: Tensor | None = None
-    class_weight: Tensor | None = None
     reduction: str = "mean"
     ignore_index: int | None = -100
     label_smoothing: float = 0
-    options: object = None
-    softcap: float | None = None
     scale: Tensor | float | None = None
+    softcap: float | None = None
     z_loss: float = 0
+    # A plain call has the defaults from here on.
+    class_weight: Tensor | None = None
+    options: object = None
     row_weight: Tensor | None = None
     normalizer: Tensor | float | None = None
     outputs: str | Sequence[str] = ()
@@ -134,8 +134,8 @@ def loss_of_head(call: LinearCrossEntropyCall) -> Tensor | CrossEntropyOutput:
         if torch.compiler.is_compiling() and not is_exporting() and reads_value(call):
             return uncompiled(call.op, loss_of_head)(call)  # type: ignore[no-any-return]
         call = with_learned_scale(call)
-    if not torch.compiler.is_compiling() and are_defaults(call[4:], _PLAIN):
-        loss = result_plainly(OP, MEAN, *call[:4])
+    if not torch.compiler.is_compiling() and are_defaults(call[_PLAIN_END:], _PLAIN):
+        loss = result_plainly(OP, *call[:_PLAIN_END])
         if loss is not None:
             return loss
     if call.group is not None or is_distributed(call.head):
@@ -143,13 +143,22 @@ def loss_of_head(call: LinearCrossEntropyCall) -> Tensor | CrossEntropyOutput:
     return computed(call)
 
 
-# The options of a plain call. They follow `bias`.
-_PLAIN = tuple(LinearCrossEntropyCall._field_defaults.values())[1:]
+_PLAIN_END = LinearCrossEntropyCall._fields.index("class_weight")
+_PLAIN = [LinearCrossEntropyCall._field_defaults[name] for name in LinearCrossEntropyCall._fields[_PLAIN_END:]]
 
 
-def result_plainly(op: str, mode: int, hidden: Any, head: Any, targets: Any, bias: Any) -> Tensor | None:
-    """The mean of a call without options, or its log-probabilities if there is no reduction. None if the call is not a
-    plain one (see _torch/operator.py)."""
+def result_plainly(
+    op: str,
+    hidden: Any,
+    head: Any,
+    targets: Any,
+    bias: Any,
+    reduction: Any = "none",
+    ignore_index: Any = -100,
+    *numbers: Any,
+) -> Tensor | None:
+    """The loss, or the log-probabilities if `op` is linear_log_prob. `numbers` are the arguments of `numbers_of`. None
+    if the call is not a plain one (see _torch/operator.py)."""
     if not is_eager(hidden, head) or not is_eager(targets, targets if bias is None else bias):
         return None
     if hidden.is_nested or head.is_nested:  # a nested tensor has no shape
@@ -161,6 +170,9 @@ def result_plainly(op: str, mode: int, hidden: Any, head: Any, targets: Any, bia
         return None
     if torch.is_autocast_enabled("cpu" if hidden.is_cpu else "cuda"):
         return None
+    mode = reduction_of(op, reduction)
+    ignored = -100 if ignore_index is None else index_of(op, "ignore_index", ignore_index)
+    options = (ignored, mode, numbers_of(op, *numbers)[0], False, 0)
     gradients = 0
     if torch.is_grad_enabled():
         if hidden.requires_grad:
@@ -170,12 +182,12 @@ def result_plainly(op: str, mode: int, hidden: Any, head: Any, targets: Any, bia
         if bias is not None and bias.requires_grad:
             gradients |= OF_BIAS
     if not gradients:
-        return result_of_plain_call(op, mode, hidden, head, bias, targets, None)
+        return result_of_plain_call(op, options, hidden, head, bias, targets, None)
     is_speed = _suits_speed(
         dtype, hidden.get_device(), sizes, shape, targets.dtype, hidden.is_cuda and head.stride(1) != 1, 0, mode,
         gradients == OF_HIDDEN, False, False,
     )  # fmt: skip
-    return result_of_plain_call(op, mode, hidden, head, bias, targets, gradients if is_speed else 0)
+    return result_of_plain_call(op, options, hidden, head, bias, targets, gradients if is_speed else 0)
 
 
 def with_tensors_of_linear(op: str, call: Any, name: str, bias_name: str) -> Any:
@@ -272,8 +284,8 @@ def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> tupl
     """A call's tensors; its options in the order of the extension, with 0 for the device's own limit of the workspace;
     the number tensor; the outputs as bits, and by name; the bit of the dtype of the head's gradient."""
     (
-        hidden, head, targets, bias, class_weight, reduction, ignore_index, label_smoothing, options, softcap, scale,
-        z_loss, row_weight, normalizer, outputs, algorithm, workspace_bytes, skip_ignored, grad_weight_dtype,
+        hidden, head, targets, bias, reduction, ignore_index, label_smoothing, scale, softcap, z_loss, class_weight,
+        options, row_weight, normalizer, outputs, algorithm, workspace_bytes, skip_ignored, grad_weight_dtype,
         grad_weight_out,
     ) = call[:20]  # fmt: skip
     op = call.op

@@ -55,7 +55,7 @@ from eaves._torch.head import (
 )
 from eaves._torch.operator import are_defaults, is_eager
 from eaves._torch.options import CLASS_DTYPES, RANGES, shape_of
-from eaves._torch.outputs import LOG_PROB_OUTPUTS, LSE, NONE, SPLIT_LSE, LogProbOutput, log_prob_of, pick
+from eaves._torch.outputs import LOG_PROB_OUTPUTS, LSE, SPLIT_LSE, LogProbOutput, log_prob_of, pick
 from eaves._torch.rows import are_checked, check_classes, counts_of
 from eaves._torch.temperature import divisors_of, temperature_of_rows
 from eaves._torch.transforms import is_exporting, is_transforming, needs_autograd, uncompiled
@@ -137,7 +137,7 @@ def _log_probs_plainly(call: LogProbCall) -> Tensor | None:
     """The log-probabilities; None if the call is not a plain one (see _torch/operator.py)."""
     logits, tokens = call.logits, call.tokens
     if call.op != "log_prob":
-        return result_plainly(call.op, NONE, call.hidden, call.head, tokens, call.bias)
+        return result_plainly(call.op, call.hidden, call.head, tokens, call.bias)
     if not is_eager(logits, tokens) or tokens.is_floating_point():
         return None
     return log_probs_of_plain_call(logits, tokens)

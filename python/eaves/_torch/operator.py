@@ -95,9 +95,10 @@ def takes(*names: str) -> Callable[[_Class], _Class]:
     return decorate
 
 
-# A plain call has no options, and only PyTorch's eager mode follows it. Its arguments go to the extension unchecked:
-# the extension makes the same checks. The checks in Python name the arguments as the user does, but they take half the
-# time of a small call. They run only after the extension refuses the arguments (`Refused`).
+# A plain call has no options (of a head: only a reduction, an ignored class and numbers), and only PyTorch's eager mode
+# follows it. Its tensors go to the extension unchecked: the extension makes the same checks. The checks in Python name
+# the arguments as the user does, but they take half the time of a small call. They run only after the extension refuses
+# the arguments (`Refused`).
 
 
 class Refused(Exception):

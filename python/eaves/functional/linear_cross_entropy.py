@@ -248,8 +248,8 @@ def linear_cross_entropy(
     if unknown:
         refuse_unknown("linear_cross_entropy", unknown, linear_cross_entropy, group, linear_weight)
     call = LinearCrossEntropyCall(
-        input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, options, softcap,
-        scale, z_loss, row_weight, normalizer, outputs, algorithm, workspace_bytes, skip_ignored, grad_weight_dtype,
+        input, linear_weight, target, linear_bias, reduction, ignore_index, label_smoothing, scale, softcap, z_loss,
+        weight, options, row_weight, normalizer, outputs, algorithm, workspace_bytes, skip_ignored, grad_weight_dtype,
         grad_weight_out, keep_bytes, group, classes,
     )  # fmt: skip
     return loss_of_head(call)
