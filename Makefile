@@ -10,6 +10,8 @@ ifeq ($(filter $(CUDA),AUTO ON OFF),)
 $(error CUDA is "$(CUDA)", expected AUTO, ON or OFF)
 endif
 OPTIONS := -DEAVES_CUDA=$(CUDA) "-DEAVES_CUDA_TARGETS=$(CUDA_TARGETS)"
+# Builds within the tests compile for the same GPUs.
+export EAVES_CUDA_TARGETS := $(CUDA_TARGETS)
 
 # `make help` prints the comments behind the targets' names.
 help: ## print this list

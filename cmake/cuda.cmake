@@ -3,7 +3,12 @@
 # is no toolkit. A toolkit that is too old is an error, because its owner expects a GPU backend.
 set(EAVES_CUDA_MINIMUM 12.4)
 
-set(EAVES_CUDA_TARGETS native CACHE STRING
+# An environment variable of this name is the default, so that builds within a test compile nothing for other GPUs.
+set(default_targets native)
+if(NOT "$ENV{EAVES_CUDA_TARGETS}" STREQUAL "")
+  set(default_targets $ENV{EAVES_CUDA_TARGETS})
+endif()
+set(EAVES_CUDA_TARGETS ${default_targets} CACHE STRING
     "GPUs to compile for: native (those of this machine, else sm_90a), all, or a list as CMAKE_CUDA_ARCHITECTURES")
 
 # eaves_cuda_targets(<variable>): EAVES_CUDA_TARGETS as a list for CMAKE_CUDA_ARCHITECTURES, each with -real (machine
