@@ -115,6 +115,9 @@ const DeviceProperties& properties(Device device) {
     entry.value.compute_capability =
         10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
     entry.value.shared_bytes_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    cudaDeviceProp all{};
+    check_status(cudaGetDeviceProperties(&all, device.index), "device properties");
+    entry.value.memory_bytes = all.totalGlobalMem;
   });
   return entry.value;
 }

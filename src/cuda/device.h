@@ -28,6 +28,7 @@ struct DeviceProperties {
   int multiprocessors = 0;
   int compute_capability = 0;      ///< 80, 90
   int shared_bytes_per_block = 0;  ///< the most that a kernel may ask for
+  std::size_t memory_bytes = 0;
 };
 
 /// Throws Unsupported with the reason if this machine has no such GPU, or no driver that this build can use.

@@ -34,6 +34,14 @@ void* allocate_on_cpu(std::size_t bytes) {
 
 }  // namespace
 
+std::size_t memory_of(Device device) {
+  if constexpr (kHasCuda) {
+    if (device.type == DeviceType::cuda && device.index < cuda::gpu_count())
+      return cuda::properties(device).memory_bytes;
+  }
+  return 0;
+}
+
 void check_targets(const char* op, Device device, const RowTargets& targets, const Dims& row_shape,
                    std::int64_t classes, std::int64_t ignore_index, const ExecutionContext& context) {
   if (device.type == DeviceType::cpu) return check::targets_are_in_range(op, targets, row_shape, classes, ignore_index);

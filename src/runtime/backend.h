@@ -16,6 +16,9 @@ inline constexpr bool kHasCuda = EAVES_HAVE_CUDA;
 /// Returns if this build can use `device`, a GPU; else throws Unsupported with the reason.
 void require_cuda(const char* op, Device device);
 
+/// The memory of a GPU in bytes; 0 for a CPU, and for a GPU that this build cannot use.
+std::size_t memory_of(Device device);
+
 /// Throws InvalidArgument for the first target that is out of range (core/loss_checks.h). Targets on a GPU are checked
 /// only with EAVES_CHECK_TARGETS=1 in the environment: the call copies them and waits for the copy.
 void check_targets(const char* op, Device device, const RowTargets& targets, const Dims& row_shape,

@@ -175,8 +175,11 @@ inline std::size_t limit_without_workspace(const LinearCrossEntropyShape& shape)
   }
   const std::int64_t enough = std::min(shape.rows, policy.enough_rows);
   const std::size_t wanted = workspace_bytes(shape, {enough, shape.classes}) - rows;
-  return rows + (shape.has_exps() ? std::min(wanted, policy.fused_most_bytes)
-                                  : std::clamp(wanted, policy.least_bytes, policy.most_bytes));
+  if (shape.has_exps()) return rows + std::min(wanted, policy.fused_most_bytes);
+  std::size_t most = policy.most_bytes;
+  // The ranks of a shard need one plan, and their GPUs may differ.
+  if (shape.device_bytes != 0 && !shape.is_shard) most = std::min(most, shape.device_bytes / policy.most_share);
+  return rows + std::clamp(wanted, policy.least_bytes, std::max(policy.least_bytes, most));
 }
 
 /// The classes of a block for any number and any layout of rows: the classes of the cheapest block of `usual_rows`. A

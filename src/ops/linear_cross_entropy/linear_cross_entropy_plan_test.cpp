@@ -148,6 +148,22 @@ TEST(LinearCrossEntropyPlan, ManyRowsAreCutBeforeBlocksOfClassesBecomeThin) {
   EXPECT_GE(plan_block(shape, std::size_t{160} << 20).classes, policy_of(shape.device).class_tile);
 }
 
+TEST(LinearCrossEntropyPlan, TheWorkspaceFollowsTheMemoryOfTheGpu) {
+  constexpr std::size_t kMebibyte = std::size_t{1} << 20;
+  LinearCrossEntropyShape shape =
+      shape_of(Mode::forward_backward, {12288, 4096, 262144}, DType::bfloat16, kCuda, false);
+  const auto limit_of = [&](std::size_t mebibytes) {
+    shape.device_bytes = mebibytes * kMebibyte;
+    return (limit_without_workspace(shape) - per_row_bytes(shape)) / kMebibyte;
+  };
+  EXPECT_EQ(limit_of(0), 1064u);
+  EXPECT_EQ(limit_of(81920), 1064u);
+  EXPECT_EQ(limit_of(24576), 768u);
+  EXPECT_EQ(limit_of(2048), 140u);
+  shape.is_shard = true;
+  EXPECT_EQ(limit_of(24576), limit_of(0));
+}
+
 TEST(LinearCrossEntropyPlan, AnOnlineSoftmaxTakesManyRowsAtOnceInTheMemoryOfAGuess) {
   const auto block_of = [](std::int64_t classes, bool has_entropy) {
     LinearCrossEntropyShape shape = shape_of(Mode::forward, {12288, 4096, classes}, DType::bfloat16, kCuda, false);

@@ -20,6 +20,7 @@ struct LinearCrossEntropyPolicy {
   std::size_t least_bytes;
   std::size_t most_bytes;
   std::size_t fused_most_bytes;  ///< on the fused path
+  std::size_t most_share;        ///< of a GPU's memory: 1 / most_share of it is a bound too
   std::int64_t enough_rows;      ///< in a chunk: its products are nearly as fast as whole ones
   std::int64_t few_rows;    ///< in a chunk: with fewer, computing logits again is as fast as loss and gradients at once
   std::int64_t usual_rows;  ///< for blocks of classes that must not depend on the number of rows
@@ -60,6 +61,7 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnGpu = {
     .least_bytes = std::size_t{140} << 20,
     .most_bytes = std::size_t{1064} << 20,
     .fused_most_bytes = std::size_t{576} << 20,
+    .most_share = 32,
     .enough_rows = 2048,
     .few_rows = 384,
     .usual_rows = 1024,
@@ -86,6 +88,7 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
     .least_bytes = std::size_t{34} << 20,
     .most_bytes = std::size_t{34} << 20,
     .fused_most_bytes = 0,
+    .most_share = 1,
     .enough_rows = 1,
     .few_rows = 1,
     .usual_rows = 256,

@@ -10,6 +10,7 @@
 #include "core/environment.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_policy.h"
+#include "runtime/backend.h"
 
 namespace eaves {
 
@@ -40,6 +41,7 @@ struct LinearCrossEntropyShape {
   std::int64_t all_classes = 0;   ///< of all shards
   std::int64_t most_classes = 0;  ///< of the largest shard
   std::size_t workspace_limit = 0;
+  std::size_t device_bytes = 0;  ///< memory of the GPU; 0: unknown
   bool is_shard = false;
   bool is_fused = false;
   bool is_reduced = false;
@@ -85,6 +87,7 @@ struct LinearCrossEntropyShape {
         all_classes(of.all_classes()),
         most_classes(of.shard == nullptr ? of.classes : std::max(of.classes, of.shard->most_classes)),
         workspace_limit(of.workspace_limit),
+        device_bytes(memory_of(of.device)),
         is_shard(of.shard != nullptr),
         is_fused(of.is_fused),
         is_reduced(of.is_reduced()),
