@@ -12,9 +12,9 @@
 #include <set>
 #include <utility>
 
+#include "cuda/cutlass/weight_gradient.h"
 #include "cuda/device.h"
 #include "cuda/exp_product.h"
-#include "cuda/sm90/weight_gradient.h"
 #include "eaves/system.h"
 #include "ops/cross_entropy/cross_entropy_case.h"
 #include "ops/divergence/divergence_case.h"
@@ -49,7 +49,7 @@ class Setting {
   std::optional<std::string> before_;
 };
 
-/// Has this build, and this device, the products of src/cuda/sm90?
+/// Has this build, and this device, the products of src/cuda/cutlass?
 bool has_fused_product([[maybe_unused]] Device device) {
   if constexpr (kHasCuda) return cuda::has_exp_product(device);
   return false;
@@ -264,7 +264,7 @@ void add_products(Cases& cases) {
           result.add(compare_gemm(device, {DType::bfloat16, DType::bfloat16}, product, [&](const Gemm& gemm) {
             const cuda::DeviceGuard guard(device);
             const int all = cuda::properties(device).multiprocessors;
-            cuda::sm90::weight_gradient("self-test", gemm, all, nullptr);
+            cuda::weight_gradient("self-test", gemm, all, nullptr);
           }));
         });
   }

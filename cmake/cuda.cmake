@@ -17,9 +17,9 @@ function(eaves_cuda_targets variable)
   set(targets ${EAVES_CUDA_TARGETS})
   if(targets STREQUAL "all")
     # sm_80 machine code runs on every GPU of compute capability 8.x, sm_90a (with the Hopper-only instructions) on 9.0
-    # alone. The driver compiles the PTX for later GPUs: compute_90, because it has clusters and bulk copies, and
-    # because PTX for 90a would run on 9.0 alone.
-    set(targets 80-real 90a-real 90-virtual)
+    # alone, sm_100 on 10.x, sm_120 on 12.x. The driver compiles the PTX for later GPUs: compute_90, because it has
+    # clusters and bulk copies, and because PTX for 90a would run on 9.0 alone.
+    set(targets 80-real 90a-real ${eaves_blackwell} 90-virtual)
   elseif(targets STREQUAL "native")
     execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader OUTPUT_VARIABLE lines
                     RESULT_VARIABLE status ERROR_QUIET)
@@ -32,8 +32,12 @@ function(eaves_cuda_targets variable)
     foreach(line ${lines})
       if(NOT line MATCHES "^[0-9]+\\.[0-9]$" OR line VERSION_LESS 8.0)
         continue()
-      elseif(line VERSION_GREATER 9.0)  # the oldest supported toolkit has no machine code for these
-        list(APPEND targets 90-virtual)
+      elseif(line VERSION_GREATER 9.0)
+        string(REGEX REPLACE "^([0-9]+)\\..*" "\\10-real" target ${line})
+        if(NOT target IN_LIST eaves_blackwell)
+          set(target 90-virtual)
+        endif()
+        list(APPEND targets ${target})
       elseif(line VERSION_EQUAL 9.0)
         list(APPEND targets 90a-real)
       else()
@@ -64,6 +68,7 @@ endfunction()
 
 set(EAVES_HAVE_CUDA 0)
 set(EAVES_HAVE_CUTLASS 0)
+set(EAVES_HAVE_SM100 0)
 set(EAVES_CUDA_VERSION "")
 set(EAVES_CUDA_ARCHITECTURES "")
 
@@ -93,6 +98,10 @@ if(CUDAToolkit_VERSION VERSION_LESS EAVES_CUDA_MINIMUM)
                       "-DEAVES_CUDA=OFF.")
 endif()
 
+set(eaves_blackwell "")
+if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.8)
+  set(eaves_blackwell 100-real 120-real)
+endif()
 # A trial, because the toolkit may not support a host compiler as new as this one.
 eaves_cuda_targets(CMAKE_CUDA_ARCHITECTURES)
 if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
@@ -133,10 +142,11 @@ set(EAVES_CUDA_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES})
 list(TRANSFORM EAVES_CUDA_ARCHITECTURES REPLACE "-real$" "")
 list(TRANSFORM EAVES_CUDA_ARCHITECTURES REPLACE "-virtual$" "+")
 
-# The headers of CUTLASS, for products that end in exponentials, on Hopper alone. tools/setup unpacks them from the
-# wheel nvidia-cutlass; older versions of it installed that wheel. Without them linear_cross_entropy keeps its logits in
-# memory.
-if("90a-real" IN_LIST CMAKE_CUDA_ARCHITECTURES)
+# The headers of CUTLASS, for products that end in exponentials, on Hopper and Blackwell (10.x; nvcc from 12.9 on).
+# tools/setup unpacks them from the wheel nvidia-cutlass; older versions of it installed that wheel. Without them
+# linear_cross_entropy keeps its logits in memory.
+set(EAVES_TAKES_SM100 OFF)
+if("90a-real" IN_LIST CMAKE_CUDA_ARCHITECTURES OR "100-real" IN_LIST CMAKE_CUDA_ARCHITECTURES)
   set(prefixes ${PROJECT_SOURCE_DIR}/.venv)
   if(Python_EXECUTABLE)  # the Python that builds a wheel, perhaps another one
     get_filename_component(bin ${Python_EXECUTABLE} DIRECTORY)
@@ -157,7 +167,15 @@ if("90a-real" IN_LIST CMAKE_CUDA_ARCHITECTURES)
     string(REGEX REPLACE "[^0-9]" "" cutlass_major "${cutlass_major}")
   endif()
   if(cutlass_major EQUAL 4)
-    set(EAVES_HAVE_CUTLASS 1)
+    if("90a-real" IN_LIST CMAKE_CUDA_ARCHITECTURES)
+      set(EAVES_HAVE_CUTLASS 1)
+    endif()
+    if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.9)
+      set(EAVES_TAKES_SM100 ON)
+      if("100-real" IN_LIST CMAKE_CUDA_ARCHITECTURES)
+        set(EAVES_HAVE_SM100 1)
+      endif()
+    endif()
   else()
     message(STATUS "eaves: no headers of CUTLASS 4 (tools/setup installs them): linear_cross_entropy keeps logits in memory")
   endif()

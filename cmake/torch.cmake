@@ -62,7 +62,7 @@ function(eaves_install_extension target)
   install(FILES /usr/share/doc/nlohmann-json3-dev/copyright DESTINATION eaves COMPONENT python
           RENAME nlohmann-json-copyright OPTIONAL)
   # Code from CUTLASS' headers brings their licence, from the wheel nvidia-cutlass or from CUTLASS' sources.
-  if(EAVES_HAVE_CUTLASS)
+  if(EAVES_HAVE_CUTLASS OR EAVES_HAVE_SM100)
     file(GLOB cutlass_licence ${EAVES_CUTLASS_INCLUDE}/../../../nvidia_cutlass-*.dist-info/licenses/LICENSE.txt
          ${EAVES_CUTLASS_INCLUDE}/../LICENSE.txt)
     install(FILES ${cutlass_licence} DESTINATION eaves COMPONENT python RENAME cutlass-LICENSE.txt OPTIONAL)

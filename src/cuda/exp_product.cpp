@@ -4,14 +4,13 @@
 #include <string>
 
 #include "core/build_config.h"
+#include "core/environment.h"
+#include "cuda/cutlass/exp_product_kernels.h"
 #include "cuda/device.h"
-#include "cuda/sm90/exp_product_kernels.h"
 #include "eaves/error.h"
 
 namespace eaves::cuda {
 namespace {
-
-constexpr bool kHasKernels = EAVES_HAVE_CUTLASS;
 
 [[noreturn]] void fail_without_kernel(const char* op, const ExpProduct& product) {
   throw Unsupported(
@@ -35,8 +34,21 @@ int tiles_in_turn(const ExpProduct& product) {
   return in_turn;
 }
 
-sm90::Launch launch_of(const ExpProduct& product, const ExecutionContext& context) {
+Launch launch_of(const ExpProduct& product, const ExecutionContext& context) {
   return {tiles_in_turn(product), properties(product.device).multiprocessors, context.stream};
+}
+
+/// Runs `run` with the kind of the device's tensor cores, if this build has kernels for it.
+template <typename Run>
+void with_tensor_cores(const char* op, const ExpProduct& product, Run run) {
+  const bool is_sm100 = properties(product.device).compute_capability >= 100;
+  if constexpr (EAVES_HAVE_CUTLASS) {
+    if (!is_sm100) return run.template operator()<Sm90>();
+  }
+  if constexpr (EAVES_HAVE_SM100) {
+    if (is_sm100) return run.template operator()<Sm100>();
+  }
+  fail_without_kernel(op, product);
 }
 
 }  // namespace
@@ -49,37 +61,36 @@ bool takes_exp_product(DType dtype, const GemmMatrix& x, const GemmMatrix& weigh
 }
 
 bool has_exp_product(Device device) {
-  return kHasKernels && device.type == DeviceType::cuda && device.index < gpu_count() &&
-         properties(device).compute_capability == 90;
+  if (device.type != DeviceType::cuda || device.index >= gpu_count()) return false;
+  const int capability = properties(device).compute_capability;
+  // Nobody has run the kernels for 10.x yet.
+  const bool is_sm100 = capability == 100 || capability == 103;
+  return capability == 90 ? EAVES_HAVE_CUTLASS
+                          : EAVES_HAVE_SM100 && is_sm100 && fused_product() == FusedProduct::wherever_possible;
 }
 
 void exp_product(const char* op, const ExpProduct& product, const ExpProductSums& to, const ExecutionContext& context) {
-  if constexpr (kHasKernels) {
-    const auto run = to.exps != nullptr                 ? sm90::exps_of_bfloat16
-                     : product.dtype == DType::bfloat16 ? sm90::sums_of_bfloat16
-                                                        : sm90::sums_of_float16;
-    return run(op, product, to, launch_of(product, context));
-  }
-  fail_without_kernel(op, product);
+  with_tensor_cores(op, product, [&]<typename Sm>() {
+    const auto run = to.exps != nullptr                 ? exps_of_bfloat16<Sm>
+                     : product.dtype == DType::bfloat16 ? sums_of_bfloat16<Sm>
+                                                        : sums_of_float16<Sm>;
+    run(op, product, to, launch_of(product, context));
+  });
 }
 
 void exp_product(const char* op, const ExpProduct& product, const ExpProductSoftmax& to,
                  const ExecutionContext& context) {
-  if constexpr (kHasKernels) {
-    const auto run = product.dtype == DType::bfloat16 ? sm90::softmax_of_bfloat16 : sm90::softmax_of_float16;
-    return run(op, product, to, launch_of(product, context));
-  }
-  fail_without_kernel(op, product);
+  with_tensor_cores(op, product, [&]<typename Sm>() {
+    const auto run = product.dtype == DType::bfloat16 ? softmax_of_bfloat16<Sm> : softmax_of_float16<Sm>;
+    run(op, product, to, launch_of(product, context));
+  });
 }
 
 void exp_product(const char* op, const ExpProduct& product, const ExpProductGradient& to,
                  const ExecutionContext& context) {
-  if constexpr (kHasKernels) {
-    if (product.dtype == DType::bfloat16) {
-      return sm90::gradient_of_bfloat16(op, product, to, launch_of(product, context));
-    }
-  }
-  fail_without_kernel(op, product);
+  if (product.dtype != DType::bfloat16) fail_without_kernel(op, product);
+  with_tensor_cores(op, product,
+                    [&]<typename Sm>() { gradient_of_bfloat16<Sm>(op, product, to, launch_of(product, context)); });
 }
 
 }  // namespace eaves::cuda

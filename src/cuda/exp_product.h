@@ -1,12 +1,12 @@
-// A matrix product on Hopper (compute capability 9.0) that ends in exponentials. The logits exist in its accumulators
-// alone, never in memory.
+// A matrix product on Hopper (compute capability 9.0) and on Blackwell (10.0, 10.3) that ends in exponentials. The
+// logits exist in its accumulators alone, never in memory.
 //
 //   z = x weight^T + bias                  [rows, classes], float32
 //   t = z * factor - shift[row]            a softmax is made of 2^t; or with a soft cap
 //   t = tanh(z * to_tanh) * factor - shift[row]
 //
-// The kernels are in src/cuda/sm90, on the headers of CUTLASS; there is one kernel for each use of t. Each kernel also
-// writes the logit of each row's target: loss and exponential have to come from the same accumulators.
+// The kernels are in src/cuda/cutlass, on the headers of CUTLASS; there is one kernel for each use of t. Each kernel
+// also writes the logit of each row's target: loss and exponential have to come from the same accumulators.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,7 @@ inline constexpr std::int64_t kExpProductClusterRows = 2 * kExpProductRows;
 /// The kernels need x and weight with rows that start on 16 bytes, and not transposed.
 bool takes_exp_product(DType dtype, const GemmMatrix& x, const GemmMatrix& weight, std::int64_t features);
 
-/// True if this build has the product and `device` can run it.
+/// True if this build has the product and `device` can run it. On Blackwell it also takes EAVES_FUSED_PRODUCT=1.
 bool has_exp_product(Device device);
 
 /// The number of elements of a product's sums: [tiles of classes, rows up to a whole tile].

@@ -16,9 +16,9 @@
 #include "core/dispatch.h"
 #include "core/environment.h"
 #include "cuda/cublaslt.h"
+#include "cuda/cutlass/weight_gradient.h"
 #include "cuda/device.h"
 #include "cuda/launch.cuh"
-#include "cuda/sm90/weight_gradient.h"
 #include "eaves/error.h"
 
 namespace eaves::cuda {
@@ -332,7 +332,7 @@ bool takes_weight_gradient(const Gemm& product, int device) {
                                             alignment_of(product.b.data, product.b.stride, product.dtype),
                                             alignment_of(product.c, product.c_stride, product.c_dtype)});
   const std::int64_t tiles =
-      ceil_divide(product.m, sm90::kWeightGradientClasses) * ceil_divide(product.n, sm90::kWeightGradientFeatures);
+      ceil_divide(product.m, kWeightGradientClasses) * ceil_divide(product.n, kWeightGradientFeatures);
   return alignment >= kVectorBytes && tiles >= kLeastTiles &&
          std::max({product.m, product.n, product.k}) <= std::numeric_limits<std::int32_t>::max() &&
          properties({DeviceType::cuda, device}).compute_capability == 90;
@@ -353,7 +353,7 @@ void gemm(const char* op, const Gemm& product, const ExecutionContext& context) 
   if constexpr (EAVES_HAVE_CUTLASS) {
     if (takes_weight_gradient(product, device)) {
       const int multiprocessors = properties({DeviceType::cuda, device}).multiprocessors;
-      return sm90::weight_gradient(op, product, multiprocessors, context.stream);
+      return weight_gradient(op, product, multiprocessors, context.stream);
     }
   }
   if (const auto parts = cut_to_vectors(product)) {

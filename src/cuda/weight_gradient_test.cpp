@@ -1,5 +1,5 @@
-// sm90/weight_gradient.h: the promises of core/gemm.h, and the products that use the kernel.
-#include "cuda/sm90/weight_gradient.h"
+// cutlass/weight_gradient.h: the promises of core/gemm.h, and the products that use the kernel.
+#include "cuda/cutlass/weight_gradient.h"
 
 #include <gtest/gtest.h>
 
@@ -31,7 +31,7 @@ class WeightGradient : public OnGpu {
 
   static void multiply(const Gemm& product) {
     if constexpr (EAVES_HAVE_CUTLASS) {
-      cuda::sm90::weight_gradient("gemm", product, system_info().gpus.at(0).multiprocessors, nullptr);
+      cuda::weight_gradient("gemm", product, system_info().gpus.at(0).multiprocessors, nullptr);
     }
   }
   static bool takes(const Gemm& product) {

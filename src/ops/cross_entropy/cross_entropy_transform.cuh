@@ -4,7 +4,7 @@
 //   capped()               relative error 3e-7; for logits in memory, with any softcap (LossTerms)
 //   tanh_and_derivative()  absolute error 2.4e-7, fewer instructions; for logits on the fused path of
 //                          linear_cross_entropy, with a softcap of at most 50 (FastTransform, and
-//                          cuda/sm90/exp_product.cuh in the matrix product)
+//                          cuda/cutlass/exp_product.cuh in the matrix product)
 #pragma once
 
 #include <algorithm>
@@ -179,7 +179,7 @@ struct FastTransform {
   __device__ float derivative(float z) const {
     return to_tanh == 0.0f ? 1.0f : tanh_and_derivative(z * to_tanh).derivative;
   }
-  /// t = inner * factor - shift; with one rounding if there is no softcap, as in cuda/sm90/exp_product.cuh.
+  /// t = inner * factor - shift; with one rounding if there is no softcap, as in cuda/cutlass/exp_product.cuh.
   __device__ float exponent_above(float z, float shift) const { return fmaf(inner(z), factor, -shift); }
 
   /// (z' - lse) * log2(e) - t, the same for all classes of a row.

@@ -7,7 +7,7 @@
 
 #include "core/gemm.h"
 
-namespace eaves::cuda::sm90 {
+namespace eaves::cuda {
 
 /// The tile of c of one warpgroup.
 inline constexpr std::int64_t kWeightGradientClasses = 192;
@@ -18,4 +18,4 @@ inline constexpr std::int64_t kWeightGradientFeatures = 128;
 /// last vector of a row whole.
 void weight_gradient(const char* op, const Gemm& product, int multiprocessors, void* stream);
 
-}  // namespace eaves::cuda::sm90
+}  // namespace eaves::cuda

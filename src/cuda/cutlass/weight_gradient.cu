@@ -3,7 +3,7 @@
 //
 // The kernel computes c^T += alpha b^T a, with c, b and a as column-major matrices. The long side of a tile, 192, then
 // lies along the classes, which are many.
-#include "cuda/sm90/weight_gradient.h"
+#include "cuda/cutlass/weight_gradient.h"
 
 #include <cuda_runtime.h>
 
@@ -16,7 +16,7 @@
 
 #include "eaves/error.h"
 
-namespace eaves::cuda::sm90 {
+namespace eaves::cuda {
 namespace {
 
 using Element = cutlass::bfloat16_t;
@@ -63,4 +63,4 @@ void weight_gradient(const char* op, const eaves::Gemm& product, int multiproces
   }
 }
 
-}  // namespace eaves::cuda::sm90
+}  // namespace eaves::cuda

@@ -1,6 +1,7 @@
-// The common part of the kernels of exp_product.h: CUTLASS' product for Hopper (TMA, warp-specialised, two consumer
-// warpgroups with a tile each; one multiplies while the other takes exponentials), and the visitor that receives the
-// accumulators in the epilogue. The kernels differ in the visitor's action.
+// The common part of the kernels of exp_product.h: a product of CUTLASS, and the visitor that receives the accumulators
+// in the epilogue. The kernels differ in the visitor's action. Multiplications and exponentials run at the same time:
+// on Hopper one consumer warpgroup multiplies while the other takes the exponentials of its own tile, on Blackwell
+// (10.x) tensor memory has the accumulators of two tiles. The kernels of Blackwell have been compiled, but not run.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,35 +15,65 @@
 #include <string>
 #include <type_traits>
 
+#include "cuda/cutlass/exp_product_kernels.h"
+#include "cuda/error.cuh"
 #include "cuda/exp_product.h"
 #include "cuda/math.cuh"
-#include "cuda/sm90/exp_product_kernels.h"
 #include "eaves/error.h"
 
-namespace eaves::cuda::sm90 {
+namespace eaves::cuda {
 
 namespace fusion = cutlass::epilogue::fusion;
 
-using Tile = cute::Shape<cute::Int<kExpProductRows>, cute::Int<kExpProductClasses>, cute::_64>;
 // The two row tiles of a cluster share the loads of the weight.
 using Cluster = cute::Shape<cute::Int<kExpProductClusterRows / kExpProductRows>, cute::_1, cute::_1>;
 inline constexpr auto kRounding = cutlass::FloatRoundStyle::round_to_nearest;
 
-// ---- the end of a product ------------------------------------------------------------------------------------------
+// ---- tensor cores --------------------------------------------------------------------------------------------------
 
 /// Four lanes share the columns of a row in a warp's accumulators. A thread has two of the 64 rows of an instruction.
-inline constexpr int kLanesOfRow = 4;
-inline constexpr int kRowDistance = 8;
-inline constexpr int kRowsAtOnce = 64;  // rows of one part of the epilogue
-inline constexpr int kRowsOfThread = 2 * static_cast<int>(kExpProductRows) / kRowsAtOnce;
+struct Sm90 {
+  using Architecture = cutlass::arch::Sm90;
+  using Tile = cute::Shape<cute::Int<kExpProductRows>, cute::Int<kExpProductClasses>, cute::_64>;
+  using MainloopSchedule = cutlass::gemm::KernelTmaWarpSpecializedPingpong;
+  using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecialized;
+  static constexpr int kLanesOfRow = 4;
+  static constexpr int kRowsAtOnce = 64;  ///< rows of one part of the epilogue
+  static constexpr int kRowsOfPart = 2;   ///< a thread's rows in one part
+  static constexpr int kRowDistance = 8;  ///< of the two
+  static constexpr bool kAlwaysStores = false;
+};
+
+/// The two multiprocessors of a cluster multiply together, and each has the accumulators of its own rows. A thread has
+/// one row.
+struct Sm100 {
+  using Architecture = cutlass::arch::Sm100;
+  using Tile = cute::Shape<cute::Int<kExpProductClusterRows>, cute::Int<kExpProductClasses>, cute::_64>;
+  using MainloopSchedule = cutlass::gemm::KernelTmaWarpSpecialized2SmSm100;
+  using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecialized2Sm;
+  static constexpr int kLanesOfRow = 1;
+  static constexpr int kRowsAtOnce = static_cast<int>(kExpProductRows);
+  static constexpr int kRowsOfPart = 1;
+  static constexpr int kRowDistance = 1;
+  static constexpr bool kAlwaysStores = true;  ///< CUTLASS' epilogue (version 4.2) has no way without a matrix
+};
+
+/// The rows of a thread in a tile.
+template <typename Sm>
+inline constexpr int kRowsOfThread = Sm::kRowsOfPart* static_cast<int>(kExpProductRows) / Sm::kRowsAtOnce;
+
+// ---- the end of a product ------------------------------------------------------------------------------------------
 
 /// The rows whose accumulators a thread has.
+template <typename Sm>
 struct ThreadRows {
   std::int64_t first;       ///< index of the thread's first row in the product
   std::int64_t count;       ///< rows of the product; the thread's rows may lie beyond them
   std::int64_t class_tile;  ///< index of the tile of classes
 
-  CUTLASS_DEVICE std::int64_t row(int i) const { return first + i / 2 * kRowsAtOnce + i % 2 * kRowDistance; }
+  CUTLASS_DEVICE std::int64_t row(int i) const {
+    return first + i / Sm::kRowsOfPart * Sm::kRowsAtOnce + i % Sm::kRowsOfPart * Sm::kRowDistance;
+  }
   template <typename Number>
   CUTLASS_DEVICE Number load(const Number* numbers, int i, Number otherwise) const {
     return row(i) < count ? numbers[row(i)] : otherwise;
@@ -55,14 +86,14 @@ struct ThreadRows {
 ///   struct Action {
 ///     struct Arguments;
 ///     static constexpr bool kFindsShift;
-///     Action(const Arguments&, const ThreadRows&);
+///     Action(const Arguments&, const ThreadRows<Sm>&);
 ///     float of(int row, float t);   // the result before the soft cap's derivative; `row` counts the thread's rows
-///     void end(const ThreadRows&);  // after the last class of the tile; called by all lanes
+///     void end(const ThreadRows<Sm>&);  // after the last class of the tile; called by all lanes
 ///   };
 ///
-/// An action that finds the shift itself has take() instead of of(). It takes the logits of two rows before the product
+/// An action that finds the shift itself has take() instead of of(). It takes the logits of a part before the product
 /// with `factor`, and writes nothing.
-template <typename Action, typename Element>
+template <typename Sm, typename Action, typename Element>
 struct EndOfProduct : fusion::Sm90VisitorImpl<> {
   using ElementAux = Element;  // the element of an epilogue tile in kernels that write no matrix
   struct SharedStorage {};
@@ -102,15 +133,15 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
   struct Callbacks : fusion::EmptyConsumerStoreCallbacks {
     const Params& params;
     Coordinates coordinates;  ///< of the thread's logits, relative to its first one
-    ThreadRows rows;
+    ThreadRows<Sm> rows;
     int first_class;  ///< of the thread
     int classes;      ///< the number of classes from first_class on
-    float shift[kRowsOfThread];
-    int target[kRowsOfThread];  ///< relative to first_class; negative: no target
+    float shift[kRowsOfThread<Sm>];
+    int target[kRowsOfThread<Sm>];  ///< relative to first_class; negative: no target
     Action action;
 
-    CUTLASS_DEVICE Callbacks(const Params& given, const Coordinates& of_thread, const ThreadRows& of_rows, int first,
-                             int left)
+    CUTLASS_DEVICE Callbacks(const Params& given, const Coordinates& of_thread, const ThreadRows<Sm>& of_rows,
+                             int first, int left)
         : params(given),
           coordinates(of_thread),
           rows(of_rows),
@@ -118,20 +149,22 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
           classes(left),
           action(given.action, of_rows) {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kRowsOfThread; ++i) {
+      for (int i = 0; i < kRowsOfThread<Sm>; ++i) {
         if constexpr (!Action::kFindsShift) shift[i] = rows.load(params.shift, i, 0.0f);
         const std::int32_t column = rows.load(params.target, i, -1);
         target[i] = column < 0 ? -1 : column - first_class;
       }
     }
 
-    /// CUTLASS unrolls these calls for all parts of a tile: the kernel has a copy of each line for every part.
+    /// For Hopper CUTLASS unrolls these calls for all parts of a tile: the kernel has a copy of each line for every
+    /// part.
     template <typename Accumulator, int kSize>
     CUTLASS_DEVICE auto visit(cutlass::Array<Accumulator, kSize> z, int part, int of_rows, int of_columns) {
       const auto at = coordinates(cute::_, cute::_, cute::_, of_rows, of_columns);
-      const int first_row = 2 * of_rows;  // among the thread's rows
+      const int first_row = Sm::kRowsOfPart * of_rows;  // among the thread's rows
       const auto row_of = [&](int i) CUTLASS_LAMBDA_FUNC_INLINE {
-        return first_row + (cute::get<0>(at(part * kSize + i)) - of_rows * kRowsAtOnce) / kRowDistance;
+        if constexpr (Sm::kRowsOfPart == 1) return first_row;
+        return first_row + (cute::get<0>(at(part * kSize + i)) - of_rows * Sm::kRowsAtOnce) / Sm::kRowDistance;
       };
       const auto column_of = [&](int i) CUTLASS_LAMBDA_FUNC_INLINE { return cute::get<1>(at(part * kSize + i)); };
       const int first = column_of(0);
@@ -144,7 +177,7 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
         }
       }
       const auto is_here = [&](int column) CUTLASS_LAMBDA_FUNC_INLINE { return column >= first && column <= last; };
-      if (is_here(target[first_row]) || is_here(target[first_row + 1])) {
+      if (is_here(target[first_row]) || (Sm::kRowsOfPart == 2 && is_here(target[first_row + 1]))) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kSize; ++i) {
           if (column_of(i) == target[row_of(i)]) params.target_logit[rows.row(row_of(i))] = z[i];
@@ -190,10 +223,11 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
 
   template <bool kReferenceSource, typename... Types>
   CUTLASS_DEVICE auto get_consumer_store_callbacks(const fusion::ConsumerStoreArgs<Types...>& args) {
-    static_assert(decltype(cute::size<0>(args.epi_tile))::value == kRowsAtOnce, "the rows of ThreadRows");
+    static_assert(decltype(cute::size<0>(args.epi_tile))::value == Sm::kRowsAtOnce, "the rows of ThreadRows");
     const int classes_left = cute::get<1>(args.residue_tCcD);
     const int all_rows = cute::get<0>(args.problem_shape_mnkl);
-    const ThreadRows rows = {all_rows - cute::get<0>(args.residue_tCcD), all_rows, cute::get<1>(args.tile_coord_mnkl)};
+    const ThreadRows<Sm> rows = {all_rows - cute::get<0>(args.residue_tCcD), all_rows,
+                                 cute::get<1>(args.tile_coord_mnkl)};
     return Callbacks<decltype(args.tCcD)>(params_, args.tCcD, rows,
                                           cute::get<1>(args.problem_shape_mnkl) - classes_left, classes_left);
   }
@@ -206,6 +240,7 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
 inline constexpr float kLeastExponent = -1024.0f;
 
 /// Returns E = 2^t, and sums E and E * t for each row and tile.
+template <typename Sm>
 struct SumExps {
   static constexpr bool kFindsShift = false;
   struct Arguments {
@@ -214,10 +249,10 @@ struct SumExps {
     std::int64_t stride;  ///< from tile to tile: the rows of whole tiles, all of which are written
   };
   Arguments to;
-  float sum[kRowsOfThread] = {};
-  float moment[kRowsOfThread] = {};
+  float sum[kRowsOfThread<Sm>] = {};
+  float moment[kRowsOfThread<Sm>] = {};
 
-  CUTLASS_DEVICE SumExps(const Arguments& arguments, const ThreadRows&) : to(arguments) {}
+  CUTLASS_DEVICE SumExps(const Arguments& arguments, const ThreadRows<Sm>&) : to(arguments) {}
 
   CUTLASS_DEVICE float of(int row, float t) {
     const float exp = exp2_approximate(t);
@@ -226,15 +261,15 @@ struct SumExps {
     return exp;
   }
 
-  CUTLASS_DEVICE void end(const ThreadRows& rows) {
+  CUTLASS_DEVICE void end(const ThreadRows<Sm>& rows) {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kRowsOfThread; ++i) {
+    for (int i = 0; i < kRowsOfThread<Sm>; ++i) {
       CUTLASS_PRAGMA_UNROLL
-      for (int mask = 1; mask < kLanesOfRow; mask *= 2) {
+      for (int mask = 1; mask < Sm::kLanesOfRow; mask *= 2) {
         sum[i] += __shfl_xor_sync(~0u, sum[i], mask);
         moment[i] += __shfl_xor_sync(~0u, moment[i], mask);
       }
-      if (threadIdx.x % kLanesOfRow != 0 || rows.row(i) >= to.stride) continue;
+      if (threadIdx.x % Sm::kLanesOfRow != 0 || rows.row(i) >= to.stride) continue;
       to.sums[rows.class_tile * to.stride + rows.row(i)] = sum[i];
       to.moments[rows.class_tile * to.stride + rows.row(i)] = moment[i];
     }
@@ -243,6 +278,7 @@ struct SumExps {
 
 /// The online softmax. The shift is the largest z * factor that the thread has seen in a row; end() raises it to the
 /// largest in the row's tile.
+template <typename Sm>
 struct OnlineSoftmax {
   static constexpr bool kFindsShift = true;
   struct Arguments {
@@ -252,11 +288,11 @@ struct OnlineSoftmax {
     std::int64_t stride;
   };
   Arguments to;
-  float largest[kRowsOfThread];
-  float sum[kRowsOfThread] = {};
-  float moment[kRowsOfThread] = {};
+  float largest[kRowsOfThread<Sm>];
+  float sum[kRowsOfThread<Sm>] = {};
+  float moment[kRowsOfThread<Sm>] = {};
 
-  CUTLASS_DEVICE OnlineSoftmax(const Arguments& arguments, const ThreadRows&) : to(arguments) {
+  CUTLASS_DEVICE OnlineSoftmax(const Arguments& arguments, const ThreadRows<Sm>&) : to(arguments) {
     CUTLASS_PRAGMA_UNROLL
     for (float& each : largest) each = -INFINITY;
   }
@@ -274,12 +310,15 @@ struct OnlineSoftmax {
 
   template <int kSize, typename RowOf>
   CUTLASS_DEVICE void take(int first_row, const cutlass::Array<float, kSize>& inner, float factor, RowOf row_of) {
-    float most[2] = {-INFINITY, -INFINITY};  // fmaxf drops a NaN, which still reaches the sum
+    float most[Sm::kRowsOfPart];
+    CUTLASS_PRAGMA_UNROLL
+    for (float& each : most) each = -INFINITY;  // fmaxf drops a NaN, which still reaches the sum
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSize; ++i) most[row_of(i)] = fmaxf(most[row_of(i)], inner[i]);
-    float shift[2];
+    float shift[Sm::kRowsOfPart];
     CUTLASS_PRAGMA_UNROLL
-    for (int r = 0; r < 2; ++r) shift[r] = raise(first_row + r, fmaxf(largest[first_row + r], most[r] * factor));
+    for (int r = 0; r < Sm::kRowsOfPart; ++r)
+      shift[r] = raise(first_row + r, fmaxf(largest[first_row + r], most[r] * factor));
     const auto add = [&]<bool kHasMoment>() CUTLASS_LAMBDA_FUNC_INLINE {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSize; ++i) {
@@ -298,19 +337,19 @@ struct OnlineSoftmax {
     }
   }
 
-  CUTLASS_DEVICE void end(const ThreadRows& rows) {
+  CUTLASS_DEVICE void end(const ThreadRows<Sm>& rows) {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kRowsOfThread; ++i) {
+    for (int i = 0; i < kRowsOfThread<Sm>; ++i) {
       float most = largest[i];
       CUTLASS_PRAGMA_UNROLL
-      for (int mask = 1; mask < kLanesOfRow; mask *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
+      for (int mask = 1; mask < Sm::kLanesOfRow; mask *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
       raise(i, most);
       CUTLASS_PRAGMA_UNROLL
-      for (int mask = 1; mask < kLanesOfRow; mask *= 2) {
+      for (int mask = 1; mask < Sm::kLanesOfRow; mask *= 2) {
         sum[i] += __shfl_xor_sync(~0u, sum[i], mask);
         moment[i] += __shfl_xor_sync(~0u, moment[i], mask);
       }
-      if (threadIdx.x % kLanesOfRow != 0 || rows.row(i) >= to.stride) continue;
+      if (threadIdx.x % Sm::kLanesOfRow != 0 || rows.row(i) >= to.stride) continue;
       const std::int64_t at = rows.class_tile * to.stride + rows.row(i);
       to.shifts[at] = largest[i];
       to.sums[at] = sum[i];
@@ -321,18 +360,19 @@ struct OnlineSoftmax {
 
 /// 2^t * (constant + slope * t). If both coefficients are 0, the row counts for nothing, and the result is 0 for any
 /// logits.
+template <typename Sm>
 struct GradientOfLogits {
   static constexpr bool kFindsShift = false;
   struct Arguments {
     const float* constant;
     const float* slope;
   };
-  float constant[kRowsOfThread];
-  float slope[kRowsOfThread];
+  float constant[kRowsOfThread<Sm>];
+  float slope[kRowsOfThread<Sm>];
 
-  CUTLASS_DEVICE GradientOfLogits(const Arguments& arguments, const ThreadRows& rows) {
+  CUTLASS_DEVICE GradientOfLogits(const Arguments& arguments, const ThreadRows<Sm>& rows) {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kRowsOfThread; ++i) {
+    for (int i = 0; i < kRowsOfThread<Sm>; ++i) {
       constant[i] = rows.load(arguments.constant, i, 0.0f);
       slope[i] = rows.load(arguments.slope, i, 0.0f);
     }
@@ -342,7 +382,7 @@ struct GradientOfLogits {
     const float gradient = exp2_approximate(t) * fmaf(slope[row], fmaxf(t, kLeastExponent), constant[row]);
     return constant[row] == 0.0f && slope[row] == 0.0f ? 0.0f : gradient;
   }
-  CUTLASS_DEVICE void end(const ThreadRows&) const {}
+  CUTLASS_DEVICE void end(const ThreadRows<Sm>&) const {}
 };
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
@@ -352,21 +392,41 @@ inline std::int64_t whole_rows(const ExpProduct& product) {
   return ceil_divide(product.rows, kExpProductRows) * kExpProductRows;
 }
 
+/// An epilogue that always stores, in a kernel that writes no matrix. The TMA drops stores beyond the end of a matrix;
+/// this epilogue tells it of a matrix of one vector.
+template <typename Collective>
+struct DropsStores : Collective {
+  using Collective::Collective;
+  static constexpr int kColumns = 16 / sizeof(typename Collective::ElementD);
+
+  template <typename Problem>
+  static constexpr typename Collective::Params to_underlying_arguments(const Problem&,
+                                                                       const typename Collective::Arguments& arguments,
+                                                                       void* workspace) {
+    return Collective::to_underlying_arguments(cute::make_shape(1, kColumns, 1, 1), arguments, workspace);
+  }
+};
+
+[[maybe_unused]] static __device__ uint4 dropped;  ///< the memory of that vector
+
 /// `Result` is the element of the matrix that the kernel writes, or void.
-template <typename Element, typename Result, typename Action>
+template <typename Sm, typename Element, typename Result, typename Action>
 class Kernel {
   static constexpr int kAlignment = 16 / sizeof(Element);
   using Row = cutlass::layout::RowMajor;
   using Column = cutlass::layout::ColumnMajor;
-  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
-      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, Row, kAlignment, Result, Row, kAlignment,
-      cutlass::epilogue::TmaWarpSpecialized, EndOfProduct<Action, Element>>::CollectiveOp;
+  static constexpr bool kDropsStores = Sm::kAlwaysStores && std::is_void_v<Result>;
+  using Stored = std::conditional_t<kDropsStores, Element, Result>;
+  using Storing = typename cutlass::epilogue::collective::CollectiveBuilder<
+      typename Sm::Architecture, cutlass::arch::OpClassTensorOp, typename Sm::Tile, Cluster,
+      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, Row, kAlignment, Stored, Row, kAlignment,
+      typename Sm::EpilogueSchedule, EndOfProduct<Sm, Action, Element>>::CollectiveOp;
+  using Epilogue = std::conditional_t<kDropsStores, DropsStores<Storing>, Storing>;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, Row, kAlignment, Element, Column, kAlignment, float,
-      Tile, Cluster,
+      typename Sm::Architecture, cutlass::arch::OpClassTensorOp, Element, Row, kAlignment, Element, Column, kAlignment,
+      float, typename Sm::Tile, Cluster,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
-      cutlass::gemm::KernelTmaWarpSpecializedPingpong>::CollectiveOp;
+      typename Sm::MainloopSchedule>::CollectiveOp;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, Epilogue, cutlass::gemm::PersistentScheduler>>;
 
@@ -378,6 +438,10 @@ class Kernel {
     typename Gemm::GemmKernel::StrideD to_stride{};
     cute::get<0>(x_stride) = product.x.stride;
     cute::get<0>(weight_stride) = product.weight.stride;
+    if constexpr (kDropsStores) {
+      check_status(cudaGetSymbolAddress(&to, dropped), op);
+      stride = kAlignment;
+    }
     cute::get<0>(to_stride) = stride;
     typename Gemm::Arguments arguments{
         cutlass::gemm::GemmUniversalMode::kGemm,
@@ -402,4 +466,4 @@ class Kernel {
   }
 };
 
-}  // namespace eaves::cuda::sm90
+}  // namespace eaves::cuda
