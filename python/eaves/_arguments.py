@@ -213,9 +213,32 @@ def answers_missing(function: _Function) -> _Function:
     return called  # type: ignore[return-value]
 
 
-def refuse_unknown(op: str, unknown: Mapping[str, object], function: Callable[..., object]) -> NoReturn:
-    """Raises TypeError for keywords that `function` does not have."""
-    hints = dict.fromkeys(_hint(name, value, function) for name, value in unknown.items())
+def answers_unknown(function: _Function) -> _Function:
+    """Decorates a function with check_options(). The name in its errors has the module: eaves.trl.install."""
+    op = ".".join([*function.__module__.split(".")[:2], function.__name__])
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **keywords: Any) -> Any:
+        check_options(op, keywords, function)
+        return function(*arguments, **keywords)
+
+    return called  # type: ignore[return-value]
+
+
+def check_options(op: str, keywords: Mapping[str, object], function: Callable[..., object]) -> None:
+    """Raises TypeError for keywords that `function` does not have: it says which name to pass, or lists the options."""
+    parameters = inspect.signature(function).parameters
+    if unknown := {name: value for name, value in keywords.items() if name not in parameters}:
+        options = ", ".join(name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY)
+        refuse_unknown(op, unknown, function, f"; expected {options}")
+
+
+def refuse_unknown(
+    op: str, unknown: Mapping[str, object], function: Callable[..., object], otherwise: str = ""
+) -> NoReturn:
+    """Raises TypeError for keywords that `function` does not have. `otherwise` is the answer to a keyword that no other
+    function has."""
+    hints = dict.fromkeys(_hint(name, value, function) or otherwise for name, value in unknown.items())
     names = ", ".join(map(repr, unknown))
     what = f"an unexpected keyword argument {names}" if len(unknown) == 1 else f"unexpected keyword arguments {names}"
     raise TypeError(f"{op}: got {what}{''.join(hints)}")

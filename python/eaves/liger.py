@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from eaves._arguments import answers_unknown
 from eaves._replacement import Installed, replacement_of
 from eaves._torch.checks import accumulator_dtype
 from eaves._torch.head import check_algorithm
@@ -34,6 +35,7 @@ __all__ = ["install", "is_active", "uninstall"]
 replacement = replacement_of("liger")
 
 
+@answers_unknown
 def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep_bytes: int | None = None) -> Installed:
     """Lets everything that calls one of the five functions call eaves.
 
@@ -70,7 +72,7 @@ def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep
         warnings.warn(
             "eaves.liger: Liger computes the loss of logits with another kernel, chosen by set_impl or the environment "
             "(LIGER_KERNEL_IMPL_CROSS_ENTROPY, LIGER_KERNEL_BACKEND), so the call does not reach eaves",
-            stacklevel=2,
+            stacklevel=3,
         )
     return installed
 

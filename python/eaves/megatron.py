@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eaves._arguments import answers_unknown
 from eaves._parallel.shard import Shard
 from eaves._replacement import Installed, replacement_of
 from eaves._torch.checks import accumulator_dtype, check_bool, index_of
@@ -195,6 +196,7 @@ class _AfterHead(torch.autograd.Function):
         return upstream, torch.zeros_like(ctx.weight)
 
 
+@answers_unknown
 def install(
     *,
     label_smoothing: float = 0,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eaves._arguments import answers_unknown
 from eaves._parallel.shard import shard_of_range
 from eaves._replacement import Installed, called_like, replacement_of
 from eaves._torch.checks import accumulator_dtype
@@ -27,6 +28,7 @@ __all__ = ["install", "is_active", "uninstall"]
 replacement = replacement_of("nemo_rl")
 
 
+@answers_unknown
 def install(*, workspace_bytes: int | None = None) -> Installed:
     """Makes NeMo RL compute log-probabilities with eaves, over the tensor-parallel group, with sequence parallel.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from eaves._arguments import answers_unknown
 from eaves._replacement import Installed, called_like, replacement_of
 from eaves._torch.checks import accumulator_dtype
 from eaves._torch.head import check_algorithm
@@ -25,6 +26,7 @@ __all__ = ["install", "is_active", "uninstall"]
 replacement = replacement_of("prime_rl")
 
 
+@answers_unknown
 def install(
     *, algorithm: str = "speed", workspace_bytes: int | None = None, keep_bytes: int | None = None
 ) -> Installed:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eaves._arguments import answers_unknown
 from eaves._replacement import Installed, replacement_of
 from eaves._torch.head import check_algorithm
 from eaves.functional.linear_cross_entropy import linear_cross_entropy
@@ -26,6 +27,7 @@ __all__ = ["install", "is_active", "uninstall"]
 replacement = replacement_of("torch")
 
 
+@answers_unknown
 def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep_bytes: int | None = None) -> Installed:
     """Replaces torch.nn.functional.linear_cross_entropy, which the module calls, by eaves.linear_cross_entropy.
 

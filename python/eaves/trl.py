@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eaves._arguments import answers_unknown
 from eaves._calls.log_prob import tempered
 from eaves._replacement import Installed, called_like, replacement_of
 from eaves._torch.checks import accumulator_dtype
@@ -41,6 +42,7 @@ _GKD = "trl.experimental.gkd.gkd_trainer"
 replacement = replacement_of("trl")
 
 
+@answers_unknown
 def install(
     *, algorithm: str = "speed", workspace_bytes: int | None = None, keep_bytes: int | None = None
 ) -> Installed:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eaves._arguments import answers_unknown
 from eaves._parallel.shard import Shard
 from eaves._replacement import Installed, replacement_of
 from eaves._torch.checks import accumulator_dtype
@@ -26,6 +27,7 @@ __all__ = ["install", "is_active", "uninstall"]
 replacement = replacement_of("verl")
 
 
+@answers_unknown
 def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep_bytes: int | None = None) -> Installed:
     """Makes verl compute log-probabilities and entropies with eaves.
 

@@ -39,3 +39,19 @@ X, HEAD, TARGET = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=tor
 def test_a_keyword_of_another_function_is_answered(name: str, given: Any, keywords: Any, sentence: str) -> None:
     with pytest.raises(TypeError, match=re.escape(sentence)):
         getattr(eaves, name)(*given, **keywords)
+
+
+@pytest.mark.parametrize(("name", "given", "keywords", "sentence"), [
+    ("trl.install", (), {"chunk_size": 256}, "'chunk_size'; pass workspace_bytes, the scratch memory in bytes"),
+    ("trl.install", (), {"algoritm": "keep"}, "'algoritm'; expected algorithm, workspace_bytes, keep_bytes"),
+    *((f"{each}.install", (), {"unknown": 1}, "an unexpected keyword argument 'unknown'; expected ")
+        for each in ("hf", "liger", "megatron", "nemo_rl", "prime_rl", "skyrl", "torch", "verl")),
+    ("hf.patch", (None,), {"unknown": 1, "impl": 2},
+        "unexpected keyword arguments 'unknown', 'impl'; expected skip_logits, skip_ignored, label_smoothing, z_loss, "
+        "algorithm, workspace_bytes, grad_weight_dtype, metrics, group, sequence_parallel; pass algorithm"),
+])  # fmt: skip
+def test_an_unknown_option_of_an_integration_is_answered(name: str, given: Any, keywords: Any, sentence: str) -> None:
+    module, function = name.split(".")
+    with pytest.raises(TypeError, match=re.escape(sentence)) as error:
+        getattr(getattr(eaves, module), function)(*given, **keywords)
+    assert str(error.value).startswith(f"eaves.{name}: got ")

@@ -338,8 +338,9 @@ def test_it_is_active_only_while_liger_calls_its_functions(monkeypatch: pytest.M
         assert not eaves.liger.is_active() and not reaches_eaves()
         with pytest.warns(
             UserWarning, match=r"another kernel, chosen by set_impl .*, so the call does not reach eaves"
-        ):
+        ) as warned:
             eaves.liger.install()
+        assert warned[0].filename == __file__
         for name in ("triton", "nvidia-triton"):
             backends.set_impl(name)
             assert eaves.liger.is_active() and reaches_eaves()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from eaves._arguments import answers_unknown
 from eaves._calls.linear_cross_entropy import check_constant_options
 from eaves._torch.checks import check_bool
 from eaves._torch.options import numbers_of
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
+@answers_unknown
 def patch(
     model: _Model,
     *,

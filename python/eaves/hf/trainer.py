@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from eaves._arguments import check_options
 from eaves._replacement import Installed, replacement_of
 from eaves.hf.models import base_of, checked_options, is_patched_model, patch
 
@@ -42,6 +43,7 @@ def install(**options: Any) -> Installed:
         RuntimeError: eaves does not know this version, or other code has replaced one of the methods.
         ValueError, TypeError: an option is not valid for eaves.hf.patch.
     """
+    check_options("eaves.hf.install", options, patch)
     bound = inspect.signature(patch).bind(None, **options)
     bound.apply_defaults()
     checked_options(torch.empty(0), {name: bound.arguments[name] for name in bound.kwargs})
