@@ -433,6 +433,13 @@ def test_a_frozen_head_a_bias_and_a_linear(device: torch.device) -> None:
         (TypeError, "boundaries is of type int", {"boundaries": 40}),
         (TypeError, "boundaries is of type Tensor", {"boundaries": torch.tensor([0.0, 40.0])}),
         (TypeError, "fn is 3", {"fn": 3}),
+        (
+            TypeError,
+            r"fn raised: unsupported operand .*'NoneType'; entropy is None unless the call has entropy=True$",
+            {"fn": lambda log_prob, entropy, rows: (log_prob - 0.01 * entropy).sum()},
+        ),
+        (TypeError, "; entropy is None", {"fn": lambda log_prob, entropy, rows: log_prob.sum() - entropy.sum()}),
+        (TypeError, "'NoneType'$", {"fn": lambda *given: given[0] + None, "entropy": True}),
         (ValueError, r"tokens \[39\]", {"tokens": torch.zeros(39, dtype=torch.int64)}),
         (ValueError, r"boundaries begins with \[0, 39\]", {"boundaries": [0, 39]}),
         (ValueError, r"boundaries begins with \[0, 5, 3, 40\]", {"boundaries": [0, 5, 3, 40]}),

@@ -124,7 +124,12 @@ def _loss_of(fn: LossFunction, of_chunk: LogProbCall, rows: slice) -> Tensor:
     """The loss that `fn` returns for a chunk's log-probabilities."""
     output: Any = log_probs_of(of_chunk)
     log_prob, entropy = (output, None) if isinstance(output, Tensor) else output
-    loss = fn(log_prob, entropy, rows)
+    try:
+        loss = fn(log_prob, entropy, rows)
+    except (TypeError, AttributeError) as error:
+        if entropy is None and "NoneType" in str(error):
+            raise TypeError(f"{OP}: fn raised: {error}; entropy is None unless the call has entropy=True") from error
+        raise
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         found = f"{name_of(loss.dtype)} of shape {shape_of(loss)}" if isinstance(loss, Tensor) else repr(loss)
         raise ValueError(
