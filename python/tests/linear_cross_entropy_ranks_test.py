@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -218,6 +219,13 @@ def resized_late(group: distributed.ProcessGroup, algorithm: str) -> None:
 def test_what_was_computed_for_another_place_is_computed_again(algorithm: str, cpu_ranks: Ranks) -> None:
     # On a GPU a call computes with the last call's place while the ranks compare their arguments.
     cpu_ranks.run(resized_late, algorithm, ranks=2)
+
+
+@each("value", ("", "0", "1"))
+def test_targets_that_are_checked_wait_for_the_place(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAVES_CHECK_TARGETS", value)  # as in the core, an empty value and 0 check nothing
+    with FakeTensorMode():
+        assert _ranks._expects_last(torch.empty(3, dtype=torch.int64, device="cuda")) == (value != "1")
 
 
 def input_gradients(group: distributed.ProcessGroup, options: dict[str, Any]) -> Tensor:

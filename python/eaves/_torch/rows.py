@@ -31,7 +31,7 @@ def has_values(tensor: Tensor) -> bool:
 
 def are_checked(classes: Tensor) -> bool:
     """Whether the values of `classes` are checked, as in the core: always on the CPU, and on a GPU if
-    EAVES_CHECK_TARGETS is set and not 0."""
+    EAVES_CHECK_TARGETS is neither empty nor 0."""
     return has_values(classes) or (classes.is_cuda and os.environ.get("EAVES_CHECK_TARGETS", "") not in ("", "0"))
 
 
