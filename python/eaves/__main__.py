@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import eaves
 from eaves import _command_line, _info
 
 try:
@@ -30,6 +31,7 @@ def main() -> int:
 def _main() -> int:
     program = "eaves" if Path(sys.argv[0]).name == "eaves" else "python -m eaves"
     parser = _command_line.Parser(prog=program, description=__doc__)
+    parser.add_argument("--version", action="version", version=eaves.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="info|bench")
     info = commands.add_parser(
         "info", help="print versions, devices and backends, and name parts that do not fit together"

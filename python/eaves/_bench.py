@@ -38,30 +38,21 @@ _NO_ROOM = "does not fit in memory"
 _UNSTEADY = 2.0
 """A median above so many times the fastest repetition is that of a machine that is busy with something else."""
 
-EPILOG = """\
-operators, and sizes of --shape:
-  logsumexp             rows=4096,n=131072
-  cross_entropy         rows=4096,v=131072
-  linear_cross_entropy  rows=2048,dim=768,v=50257
-  linear_log_prob       rows=2048,dim=768,v=50257
-  lrpe_cosine           batch=12,length=8192,heads=12,dim=128
-
-columns of the table:
-  forward, backward  median time in milliseconds, until the results exist
-  step               both
-  MiB                peak memory of a step, with inputs and results
-  / eaves            time of a step / time of eaves' step: 2 is twice as long"""
-
 
 class Operator(NamedTuple):
-    sizes: str
-    """The keys of --shape, in the order of `make_inputs`: "rows,dim,v"."""
+    example: str
+    """A value of --shape, with the sizes in the order of `make_inputs`: "rows=2048,dim=768,v=50257"."""
 
     make_inputs: Callable[..., tuple[Tensor, ...]]
     """The arguments on the default device, from a dtype and the sizes; a step computes the gradients they require."""
 
     ours: Function
     formula: Function
+
+    @property
+    def sizes(self) -> list[str]:
+        """The keys of --shape."""
+        return [part.partition("=")[0] for part in self.example.split(",")]
 
 
 # ------------------------------------------------------------------------------------------------------------ operators
@@ -96,21 +87,34 @@ def _lrpe_cosine(x: Tensor, theta: Tensor) -> Tensor:
 
 OPERATORS = {
     "logsumexp": Operator(
-        "rows,n",
+        "rows=4096,n=131072",
         lambda dtype, rows, n: (torch.randn(rows, n, dtype=dtype, requires_grad=True),),
         lambda x: eaves.logsumexp(x, -1),
         lambda x: torch.logsumexp(x, -1),
     ),
-    "cross_entropy": Operator("rows,v", _logits, eaves.cross_entropy, functional.cross_entropy),
+    "cross_entropy": Operator("rows=4096,v=131072", _logits, eaves.cross_entropy, functional.cross_entropy),
     "linear_cross_entropy": Operator(
-        "rows,dim,v",
+        "rows=2048,dim=768,v=50257",
         _head,
         eaves.linear_cross_entropy,
         lambda hidden, head, target: functional.cross_entropy(functional.linear(hidden, head), target),
     ),
-    "linear_log_prob": Operator("rows,dim,v", _head, eaves.linear_log_prob, _log_prob),
-    "lrpe_cosine": Operator("batch,length,heads,dim", _positions, eaves.lrpe_cosine, _lrpe_cosine),
+    "linear_log_prob": Operator("rows=2048,dim=768,v=50257", _head, eaves.linear_log_prob, _log_prob),
+    "lrpe_cosine": Operator("batch=12,length=8192,heads=12,dim=128", _positions, eaves.lrpe_cosine, _lrpe_cosine),
 }
+
+EPILOG = "\n".join(
+    [
+        "operators, and sizes of --shape:",
+        *(f"  {name:<22}{operator.example}" for name, operator in OPERATORS.items()),
+        "",
+        "columns of the table:",
+        "  forward, backward  median time in milliseconds, until the results exist",
+        "  step               both",
+        "  MiB                peak memory of a step, with inputs and results",
+        "  / eaves            time of a step / time of eaves' step: 2 is twice as long",
+    ]
+)
 
 # ------------------------------------------------------------------------------------------------------------ measuring
 
@@ -239,11 +243,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> str:
     """Prints the table. Returns the error in the arguments, or nothing. MemoryError: the shape does not fit."""
     operator, has_gpu = OPERATORS[arguments.operator], torch.cuda.is_available()
-    keys, parts = operator.sizes.split(","), [part.partition("=") for part in arguments.shape.split(",")]
+    keys, parts = operator.sizes, [part.partition("=") for part in arguments.shape.split(",")]
     sizes = {key: int(size) for key, _, size in parts if size.isdecimal()}
     numbers = [sizes.get(key, 0) for key in keys]
     if sorted(key for key, *_ in parts) != sorted(keys) or min(numbers) < 1 or math.prod(numbers) >= 2**50:
-        return f'--shape: is "{arguments.shape}", expected {"=..,".join(keys)}=.. with positive numbers'
+        found = f'is "{arguments.shape}"' if arguments.shape else "is missing"
+        return f"--shape: {found}, expected {'=..,'.join(keys)}=.. with positive numbers, such as {operator.example}"
     if arguments.device == "cuda" and not has_gpu:
         return "--device: is cuda, but PyTorch finds no GPU; expected cpu"
     for name, value in (("repetitions", arguments.repetitions), ("threads", arguments.threads)):

@@ -31,7 +31,7 @@ def main(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 def test_eaves_and_the_formula_compute_the_same_from_inputs_of_the_shape(name: str) -> None:
     operator = _bench.OPERATORS[name]
     sizes = dict(part.split("=") for part in SHAPES[name].split(","))
-    inputs = operator.make_inputs(torch.float32, *(int(sizes[key]) for key in operator.sizes.split(",")))
+    inputs = operator.make_inputs(torch.float32, *(int(sizes[key]) for key in operator.sizes))
     ours, formula = (_bench.Step(function, inputs) for function in (operator.ours, operator.formula))
     out, expected = ours.forward(), formula.forward()
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
@@ -105,7 +105,10 @@ def test_the_peak_is_what_is_alive_beside_what_was_there(device: torch.device) -
     ("words", "sentence"),
     [
         (["nonsense", "--shape", "rows=1,n=1"], "invalid choice: 'nonsense' (choose from"),
-        (["logsumexp"], '--shape: is "", expected rows=..,n=.. with positive numbers'),
+        (
+            ["logsumexp"],
+            "--shape: is missing, expected rows=..,n=.. with positive numbers, such as rows=4096,n=131072 (",
+        ),
         (["logsumexp", "--shape", "rows=3"], '--shape: is "rows=3", expected rows=..,n=.. with positive numbers'),
         (["logsumexp", "--shape", "rows=3,n=0"], '--shape: is "rows=3,n=0", expected rows=..,n=..'),
         (["logsumexp", "--shape", "rows=3,n=2,n=4"], '--shape: is "rows=3,n=2,n=4", expected rows=..,n=..'),

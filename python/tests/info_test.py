@@ -107,6 +107,13 @@ def test_without_torch_it_says_what_eaves_jax_can_do(report: dict[str, Any]) -> 
     assert "torch     not installed" in text and f"eaves     {eaves.__version__}" in text
 
 
+def test_the_version_is_an_option_and_an_unknown_command_is_one_sentence() -> None:
+    found, unknown = run("--version"), run("run")
+    assert (found.returncode, found.stdout) == (0, f"{eaves.__version__}\n")
+    assert (unknown.returncode, unknown.stdout, unknown.stderr.count("\n")) == (2, "", 1)
+    assert unknown.stderr.startswith("eaves: argument info|bench: invalid choice: 'run' (choose from ")
+
+
 def test_an_installation_whose_parts_fit_has_no_problems(report: dict[str, Any]) -> None:
     assert report["matches"] is True
     assert report["problems"] == []
