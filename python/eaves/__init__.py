@@ -115,7 +115,8 @@ else:
         raise AttributeError(f"module 'eaves' has no attribute '{name}'")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        # Modules that were imported, and no others: help() asks for each name, and most imports need another library.
+        return sorted({*__all__, *(name for name in globals() if name in _MODULES or name.startswith("__"))})
 
     if sys.modules.get("torch") is not None:
         __getattr__(__all__[0])

@@ -68,6 +68,9 @@ def test_public_names_are_those_that_are_listed() -> None:
     # The names leave out modules, because Python adds a module when it is imported.
     names = {name for name, value in vars(eaves).items() if not name.startswith("_") and type(value) is not type(eaves)}
     assert names == set(eaves.__all__) - {"__version__"}
+    listed = {name for name in dir(eaves) if not name.startswith("__") and name not in INTEGRATIONS}
+    assert listed - {"jax", "levanter"} == names
+    assert inspect.getmembers(eaves, inspect.isclass)  # help() does this, which no listed name may fail
 
 
 # A process of its own prints the seconds of importing eaves, and the names of the modules that eaves brings beyond
