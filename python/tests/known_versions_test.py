@@ -50,6 +50,14 @@ def test_the_page_names_the_versions_of_the_table(library: str) -> None:
     assert named in (f"{known[0]} to {known[-1]}", " and ".join(", ".join(known).rsplit(", ", 1)))
 
 
+def test_other_pages_name_the_versions_of_trl_and_transformers() -> None:
+    known = INTEGRATIONS["trl"].known
+    assert f"[TRL {known[0]} to {known[-1]}](docs/trainers.md#trl)" in (ROOT / "README.md").read_text()
+    (extra,) = re.findall(r'^hf = .*"transformers(\S+)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    for page, words in (("huggingface", f"transformers (`{extra}`)"), ("quickstart", f'"transformers{extra}"')):
+        assert words in (ROOT / "docs" / f"{page}.md").read_text()
+
+
 def test_tests_run_every_version_of_the_table_and_no_other() -> None:
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
