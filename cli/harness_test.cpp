@@ -263,15 +263,15 @@ TEST(Report, RowsOfABusyMachineAreMarkedAndExplainedOnce) {
   EXPECT_EQ(text,
             "example forward, batch 4, bfloat16\n"
             "          eaves  limit  ratio  memory  workspace\n"
-            "n 1024    0.900  0.250   3.60    1.50      0.500 *\n"
-            "n 131072  0.500   4.10  0.122    1.50      0.500 *\n"
+            "n 1024    0.900  0.250   3.60    1.50      0.500 busy\n"
+            "n 131072  0.500   4.10  0.122    1.50      0.500 busy\n"
             "n 262144: does not fit in memory: needs 3.0 GiB, 1.2 GiB free\n");
-  EXPECT_EQ(text_table(quiet).find('*'), std::string::npos);
+  EXPECT_EQ(text_table(quiet).find("busy"), std::string::npos);
   const std::string with_busy = summary(run), all_busy = summary({run[1]});
-  EXPECT_TRUE(with_busy.ends_with("\n\nOther programs slowed down 2 of 4 rows (*), which the summary leaves out.\n"))
+  EXPECT_TRUE(with_busy.ends_with("\n\nOther programs slowed down 2 of 4 rows (busy), which the summary leaves out.\n"))
       << with_busy;
   EXPECT_NE(with_busy.find("\nexample, forward     2 "), std::string::npos) << with_busy;
-  EXPECT_NE(all_busy.find("slowed down 2 of 2 rows (*), which the summary leaves out.\n  Measure again on a quiet"),
+  EXPECT_NE(all_busy.find("slowed down 2 of 2 rows (busy), which the summary leaves out.\n  Measure again on a quiet"),
             std::string::npos)
       << all_busy;
   EXPECT_NE(all_busy.find("\nexample, forward     0       -      -\n"), std::string::npos) << all_busy;

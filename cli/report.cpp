@@ -9,6 +9,7 @@
 #include <ctime>
 #include <nlohmann/json.hpp>
 #include <span>
+#include <string_view>
 #include <utility>
 
 #include "eaves/system.h"
@@ -20,6 +21,7 @@ namespace {
 
 constexpr double kMiB = 1024.0 * 1024.0;
 constexpr std::size_t kWidth = 80;
+constexpr std::string_view kBusy = " busy";
 
 // Three significant digits; all digits before the point.
 std::string three_digits(double number) {
@@ -30,8 +32,8 @@ std::string three_digits(double number) {
 struct TextRow {
   std::string name;
   std::vector<std::string> cells;
-  std::string note = {};   // on lines of its own
-  bool is_marked = false;  // with * behind the cells
+  std::string note = {};  // on lines of its own
+  bool is_busy = false;   // with kBusy behind the cells
 };
 
 // Names at the left, numbers in columns at the right under the heads of the first row. A name too long for a place
@@ -41,7 +43,7 @@ std::string layout(const std::string& title, std::vector<TextRow> rows) {
   for (const TextRow& row : rows) {
     for (std::size_t i = 0; i < row.cells.size(); ++i) widths[i] = std::max(widths[i], row.cells[i].size());
   }
-  std::size_t room = kWidth - 2, longest = 0;  // two characters for a mark
+  std::size_t room = kWidth - kBusy.size(), longest = 0;
   for (const std::size_t width : widths) room -= 2 + width;
   for (const TextRow& row : rows) {
     if (!row.cells.empty() && row.name.size() <= room) longest = std::max(longest, row.name.size());
@@ -55,7 +57,8 @@ std::string layout(const std::string& title, std::vector<TextRow> rows) {
     if (row.name.size() > room) text += wrap(std::exchange(row.name, ""));
     text += fmt::format("{:<{}}", row.name, longest);
     for (std::size_t i = 0; i < row.cells.size(); ++i) text += fmt::format("  {:>{}}", row.cells[i], widths[i]);
-    text += (row.is_marked ? " *\n" : "\n") + (row.note.empty() ? "" : wrap(row.note, "  "));
+    if (row.is_busy) text += kBusy;
+    text += '\n' + (row.note.empty() ? "" : wrap(row.note, "  "));
   }
   return text;
 }
@@ -185,7 +188,7 @@ void mark_busy_rows(std::vector<MeasuredTable>& run) {
 std::string text_table(const MeasuredTable& measured) {
   std::vector<TextRow> rows = {{"", {"eaves", "limit", "ratio", "memory", "workspace"}}};
   for_each_row(std::span(&measured, 1), [&](const Table& table, const Row& row, const Measurement& measurement) {
-    rows.push_back({.name = join(row, table, false), .note = measurement.skipped, .is_marked = measurement.is_busy});
+    rows.push_back({.name = join(row, table, false), .note = measurement.skipped, .is_busy = measurement.is_busy});
     if (!measurement.skipped.empty()) return;
     const double eaves = measurement.eaves->median_ms, limit = measurement.limit->median_ms;
     for (const double number : {eaves, limit, eaves / limit, static_cast<double>(measurement.peak_bytes) / kMiB,
@@ -233,7 +236,7 @@ std::string summary(const std::vector<MeasuredTable>& run) {
   }
   std::string text = layout("summary: eaves / limit", rows);
   if (busy > 0) {
-    text += '\n' + wrap(fmt::format("Other programs slowed down {} of {} rows (*), which the summary leaves out.{}",
+    text += '\n' + wrap(fmt::format("Other programs slowed down {} of {} rows (busy), which the summary leaves out.{}",
                                     busy, all, 2 * busy > all ? " Measure again on a quiet machine." : ""));
   }
   return text;

@@ -22,7 +22,7 @@ std::string wrap(const std::string& text, const std::string& first_indent = "");
 void mark_busy_rows(std::vector<MeasuredTable>& run);
 
 /// Milliseconds of eaves and of the limit, their ratio, MiB of inputs, outputs and workspace, MiB of the workspace
-/// alone; * behind a row that a busy machine slowed down. The title names the words that all rows share.
+/// alone; "busy" behind a row that a busy machine slowed down. The title names the words that all rows share.
 std::string text_table(const MeasuredTable& measured);
 
 /// For each operator and mode the number of rows without a mark, the median and the largest eaves / limit, and the row

@@ -37,8 +37,9 @@ eaves computes.
 
 - `eaves / limit` is 1 at the limit.
 - `best peer / eaves` is the best of the others by eaves: above 1 eaves is faster, or takes less memory.
-- Times are unsteady whose median is more than twice the fastest: the machine was busy with something else. Sentences
-  above the tables leave such rows out.
+- "busy, fastest ..." names a time whose median is more than twice its fastest repetition, because the machine was busy
+  with something else. Sentences above the tables leave such rows out.
+- On a GPU the call of a row "in graph" was captured in a CUDA graph; its time is the time of the replay.
 - A peak of less than nine tenths of inputs and outputs is not shown: something else was freed meanwhile.
 - Protocol `autograd`: a backward is `torch.autograd.grad(out, inputs, grad_out)`.
 - Protocol `accumulate`, as in the [tables that xopes published](../../../docs/published.md): a backward is

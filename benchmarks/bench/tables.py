@@ -22,8 +22,8 @@ Kind = Literal["ms", "peak_mib", "host_ms"]
 EAVES = "eaves"
 MODES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 QUANTITIES: dict[Kind, str] = {"ms": "time in ms", "peak_mib": "peak memory in MiB", "host_ms": "host time in ms"}
-UNSTEADY = 2.0
-"""Times that differ by more than this factor: the machine is busy with something else."""
+BUSY = 2.0
+"""A median above so many times the fastest repetition: the machine is busy with something else."""
 
 MOST_ARE_BUSY = "most rows are left out: measure again on a quiet machine"
 
@@ -103,8 +103,8 @@ def three(value: float | None) -> str:
     return f"{round(value, digits):.{max(digits, 0)}f}"
 
 
-def is_unsteady(entry: Entry) -> bool:
-    return entry["ms"] is not None and entry["ms"] > UNSTEADY * entry["ms_min"]
+def is_busy(entry: Entry) -> bool:
+    return entry["ms"] is not None and entry["ms"] > BUSY * entry["ms_min"]
 
 
 def _words(key: str, value: Any) -> str:
@@ -178,10 +178,10 @@ def notes(table: Table, kind: Kind) -> list[str]:
             why = {"all": next(iter(why.values()))}  # the whole row was left out
         for name, text in why.items():
             reasons.setdefault(f"{name}: {text}", []).append(place)
-        fast = {name: entry["ms_min"] for name, entry in case.entries.items() if kind == "ms" and is_unsteady(entry)}
+        fast = {name: entry["ms_min"] for name, entry in case.entries.items() if kind == "ms" and is_busy(entry)}
         if fast:
             text = ", ".join(f"{name} {three(ms)}" for name, ms in fast.items())
-            reasons.setdefault(f"unsteady, fastest {text}", []).append(place)
+            reasons.setdefault(f"busy, fastest {text}", []).append(place)
     everywhere = len(table.cases)
     where = {why: ", ".join(at) if is_numbered else f"({', '.join(at)})" for why, at in reasons.items()}
     return lines + [f"{why} {where[why]}" if len(at) < everywhere else why for why, at in reasons.items()]
@@ -274,7 +274,7 @@ def summary(all_tables: Sequence[Table]) -> list[str]:
     all_rows, left_out = 0, 0
     for (op, mode), group in _grouped(all_tables, lambda table: (table.op, table.mode)).items():
         measured = [case for table in group for case in table.cases if case.value(EAVES, "ms") is not None]
-        cases = [case for case in measured if not any(map(is_unsteady, case.entries.values()))]
+        cases = [case for case in measured if not any(map(is_busy, case.entries.values()))]
         all_rows += len(measured)
         left_out += len(measured) - len(cases)
         if not cases:

@@ -35,7 +35,7 @@ Function = Callable[..., Tensor]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _WARM_UP_CALLS = 2
 _NO_ROOM = "does not fit in memory"
-_UNSTEADY = 2.0
+_BUSY = 2.0
 """A median above so many times the fastest repetition is that of a machine that is busy with something else."""
 
 
@@ -290,5 +290,5 @@ def _print_table(operator: Operator, inputs: Sequence[Tensor], device: torch.dev
         forward, backward = map(statistics.median, zip(*pairs))
         ratio = f"{medians[name] / medians['eaves']:9.2f}" if "eaves" in medians else ""
         _command_line.say(f"{name:<15}{forward:11.3f}{backward:11.3f}{medians[name]:11.3f}{peaks[name]:11.1f}{ratio}")
-    if unsteady := [name for name, each in whole.items() if medians[name] > _UNSTEADY * min(each)]:
-        _command_line.say(f"Other programs slowed down {', '.join(unsteady)}. Measure again on a quiet machine.")
+    if busy := [name for name, each in whole.items() if medians[name] > _BUSY * min(each)]:
+        _command_line.say(f"Other programs slowed down {', '.join(busy)}. Measure again on a quiet machine.")

@@ -57,8 +57,8 @@ def test_cases_that_are_alone_stand_in_a_table_of_other_rows() -> None:
     assert text.startswith("toy, forward: other rows; time in ms\nrow             (1)   (2)\n")
     assert "(2) n 8, dim 16, axes [1], fp32\n" in text and "eaves / limit  1.00  2.00\n" in text
     alone[1][0]["ms_min"] = 0.5
-    assert tables.notes(others, "ms")[-1] == "unsteady, fastest eaves 0.500 (2)"
-    assert "unsteady" not in str(tables.notes(others, "peak_mib"))
+    assert tables.notes(others, "ms")[-1] == "busy, fastest eaves 0.500 (2)"
+    assert "busy" not in str(tables.notes(others, "peak_mib"))
 
 
 def test_a_number_that_is_missing_is_a_dash_and_its_reason_stands_once_below() -> None:
@@ -84,15 +84,15 @@ def test_a_peak_below_inputs_and_outputs_is_shown_nowhere() -> None:
 def test_rows_of_a_busy_machine_count_in_no_sentence_but_one() -> None:
     rows = [entries("fwd", n, eaves=(2, 1), torch=(3, 1), limit=(1, 1)) for n in (8, 16, 32, 64)]
 
-    def unsteady(count: int) -> list[Entry]:
+    def disturbed(count: int) -> list[Entry]:
         return [entry | {"ms": 9.0} if row < count else entry for row in range(4) for entry in rows[row]]
 
-    kept, busy = tables.summary(tables.tables(unsteady(2)))
+    kept, busy = tables.summary(tables.tables(disturbed(2)))
     assert kept.startswith("toy, forward, 2 rows: eaves takes 2.00 times the limit. The best peer takes 1.50 times")
     assert busy == "Other programs slowed down 2 of 4 rows, which these sentences leave out."
-    *_, busy, most = tables.summary(tables.tables(unsteady(3)))
+    *_, busy, most = tables.summary(tables.tables(disturbed(3)))
     assert busy.startswith("Other programs slowed down 3 of 4 rows, ") and most == tables.MOST_ARE_BUSY
-    assert tables.summary(tables.tables(unsteady(4))) == [busy.replace("3 of", "4 of"), most]
+    assert tables.summary(tables.tables(disturbed(4))) == [busy.replace("3 of", "4 of"), most]
 
 
 def test_the_rows_where_a_peer_is_faster_or_takes_less_memory() -> None:

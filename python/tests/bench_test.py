@@ -39,9 +39,9 @@ from bench_toy import (  # noqa: F401
 
 @pytest.fixture(autouse=True)
 def no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws no pages and calls no row unsteady, because summaries leave out unsteady rows."""
+    """Draws no pages and calls no row busy, because summaries leave out busy rows."""
     monkeypatch.setattr(page, "draw", lambda *arguments: None)
-    monkeypatch.setattr(tables, "UNSTEADY", math.inf)
+    monkeypatch.setattr(tables, "BUSY", math.inf)
 
 
 def measured(folder: Path, argv: list[str], *operators: Operator) -> list[dict[str, Any]]:
