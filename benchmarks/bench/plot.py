@@ -54,11 +54,14 @@ def _picture(panels: Iterable[Panel], foot: str) -> str:
 
 
 def of_operator(name: str, all_tables: Sequence[Table], foot: str) -> dict[str, str]:
-    """The pictures of an operator by their names: of forward and backward together, or of both if no row has both."""
-    rows = list(zip(*headline(all_tables)))
+    """The pictures of an operator by their names: of forward and backward together, or of both if no row has both. None
+    if no row was measured."""
+    rows = [(table, case) for table, case in zip(*headline(all_tables)) if case.is_measured]
     step = [(table, case) for table, case in rows if table.mode == "fwd+bwd"] or rows
     curves = [table for table, _ in step
               if table.is_curve and any(case.ratio(EAVES, LIMIT, "ms") for case in table.cases)]  # fmt: skip
+    if not step:
+        return {}
     found = {name: _picture([_bars(table, case) for table, case in step], f"shorter is better; {foot}")}
     return found | ({f"{name}-time": _picture(map(_ratios, curves), f"lower is better; {foot}")} if curves else {})
 

@@ -48,6 +48,10 @@ class Case:
     entries: dict[str, Entry] = field(default_factory=dict)
     """By the names of the providers and `limit`."""
 
+    @property
+    def is_measured(self) -> bool:
+        return any(entry["ms"] is not None for name, entry in self.entries.items() if name != LIMIT)
+
     def value(self, provider: str, kind: Kind) -> float | None:
         found: float | None = self.entries.get(provider, {}).get(kind)
         return found
@@ -226,12 +230,14 @@ def markdown_table(table: Table, kind: Kind) -> list[str]:
 
 
 def headline(all_tables: Sequence[Table]) -> tuple[list[Table], list[Case]]:
-    """The first table of each mode, and the longest row that all of these have."""
-    first = {table.mode: table for table in reversed(all_tables)}
+    """The first table of each mode, and the longest row that all of these have. Tables and rows without a number, which
+    do not fit in a small memory, come last."""
+    measured = [table for table in all_tables if table.names("ms")]
+    first = {table.mode: table for table in (*reversed(all_tables), *reversed(measured))}
     chosen = sorted(first.values(), key=all_tables.index)
-    in_all = set.intersection(*({case.size for case in table.cases} for table in chosen))
+    in_all = set.intersection(*({case.size for case in table.cases if case.is_measured} for table in chosen))
     candidates = [[case for case in table.cases if case.size in in_all] or table.cases for table in chosen]
-    return chosen, [max(cases, key=lambda case: case.size) for cases in candidates]
+    return chosen, [max(cases, key=lambda case: (case.is_measured, case.size)) for cases in candidates]
 
 
 def headline_table(all_tables: Sequence[Table]) -> list[list[str]]:

@@ -73,6 +73,20 @@ def test_a_number_that_is_missing_is_a_dash_and_its_reason_stands_once_below() -
     assert "- `torch: no 'z_loss' (8, 16)`" in tables.markdown_table(table, "ms")
 
 
+def test_rows_that_do_not_fit_in_memory_come_after_shorter_rows() -> None:
+    no_room = {name: "does not fit in memory" for name in ("eaves", "torch", "limit")}
+    long = entries("fwd", 131072, **no_room)
+    all_tables = tables.tables([*TWO_LENGTHS[:4], *long])
+    assert tables.headline(all_tables)[1][0].size == 1024
+    assert tables.headline_table(all_tables)[1] == ["eaves", "0.100", "8.00"]
+    assert "n 1024" in plot.of_operator("toy", all_tables, "a device")["toy"]
+    # If no row of the first table fits, another table of the mode comes first.
+    other = [entries("fwd", n, options={"z_loss": 1}, eaves=(1, 1), limit=(1, 1)) for n in (8, 16)]
+    (chosen,), (case,) = tables.headline(tables.tables([*long, *entries("fwd", 64, **no_room), *other[0], *other[1]]))
+    assert "z loss 1" in chosen.words and case.size == 16
+    assert plot.of_operator("toy", tables.tables(long), "a device") == {}
+
+
 def test_a_peak_below_inputs_and_outputs_is_shown_nowhere() -> None:
     lines = entries("fwd", 8, eaves=(2, 10), torch=(2, 8.9), fla=(2, 9.1), limit=(1, 10))
     (table,) = tables.tables(lines)
