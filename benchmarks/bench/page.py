@@ -215,6 +215,8 @@ def _reason(provider: Provider, content: dict[str, Any]) -> str:
     """The reason that a provider has no row in a result file, from the facts in the file."""
     if provider.needs_gpu and content["cuda"] is None:
         return "needs a GPU"
+    if why := content.get("left_out", {}).get(provider.name):
+        return tables.code(why)
     if not content["versions"].keys() >= set(provider.packages):
         return "was not run"
     return "not measured yet, or cannot do these rows"

@@ -241,7 +241,7 @@ def estimated_ms(todo: Sequence[tuple[Row, int]], device: torch.device, repetiti
 
 def measure(chosen: Sequence[Document], folder: Path, device: torch.device, repetitions: int) -> None:
     """Measures the rows that the folder's files lack."""
-    said: set[str] = set()
+    said: dict[str, str] = {}
     present = {each.name: run.installed(each.providers().values(), device, said) for each in chosen}
     packages = [name for each in documents().values() for one in each.providers().values() for name in one.packages]
     head = results.result([], device, PROTOCOL, packages)

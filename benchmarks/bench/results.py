@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -24,8 +24,14 @@ from .device import device_name
 from .harness import Entry
 
 
-def result(rows: Sequence[Entry], device: torch.device, protocol: str, packages: Iterable[str] = ()) -> dict[str, Any]:
-    """The content of a result file, schema 1."""
+def result(
+    rows: Sequence[Entry],
+    device: torch.device,
+    protocol: str,
+    packages: Iterable[str] = (),
+    left_out: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The content of a result file, schema 1. `left_out` has the reasons of the providers that do not load."""
     info = _info.extension()
     is_gpu = device.type == "cuda"
     head: dict[str, Any] = {
@@ -41,6 +47,7 @@ def result(rows: Sequence[Entry], device: torch.device, protocol: str, packages:
         "date": now(),
         "protocol": protocol,
         "versions": versions(["torch", "triton", *packages]),
+        **({} if left_out is None else {"left_out": dict(left_out)}),
         "rows": list(rows),
     }
 

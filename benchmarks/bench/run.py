@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,9 +36,12 @@ class _Part(NamedTuple):
     reference: Provider
     """Whose results the others are compared with."""
 
+    left_out: Mapping[str, str]
+    """The reasons of the providers that do not load."""
+
     def file(self, entries: Sequence[Entry], device: torch.device) -> dict[str, object]:
         packages = [package for provider in self.providers for package in provider.packages]
-        return results.result(entries, device, self.protocol, packages)
+        return results.result(entries, device, self.protocol, packages, self.left_out)
 
 
 def run_bench(arguments: Namespace, operators: Sequence[Operator]) -> None:
@@ -108,7 +111,7 @@ def _say_tables(entries: Sequence[Entry], kind: tables.Kind) -> None:
 
 def _parts(arguments: Namespace, device: torch.device) -> list[_Part]:
     request = Request(arguments.sweep, device.type, arguments.dtype or "bf16", arguments.dtype is not None)
-    missing: set[str] = set()
+    missing: dict[str, str] = {}
     parts = []
     for operator in arguments.operators:
         present = installed(operator.providers, device, missing)
@@ -122,7 +125,8 @@ def _parts(arguments: Namespace, device: torch.device) -> list[_Part]:
         is_whole = device.type == "cuda" and arguments.sweep == "quick" and not arguments.shape
         for protocol in arguments.protocols:
             small = [row.captured() for row in rows if _is_small(row)] if is_whole and protocol == PROTOCOLS[0] else []
-            parts.append(_Part(operator, protocol, [*rows, *small], selected, present[0]))
+            left_out = {each.name: missing[each.name] for each in operator.providers if each.name in missing}
+            parts.append(_Part(operator, protocol, [*rows, *small], selected, present[0], left_out))
     if not parts:
         raise InvalidArgument(f"--sweep: {arguments.sweep} has no rows of these operators; expected another sweep")
     return parts
@@ -133,9 +137,12 @@ def _is_small(row: Row) -> bool:
     return row.shape["v"] <= 8192 if "v" in row.shape else row.read_bytes + row.write_bytes <= 128 * 2**20
 
 
-def installed(providers: Iterable[Provider], device: torch.device, said: set[str] | None = None) -> list[Provider]:
-    """The providers that load. A line on stderr says why another does not load, unless its name is in `said`."""
-    found, said = [], set() if said is None else said
+def installed(
+    providers: Iterable[Provider], device: torch.device, said: dict[str, str] | None = None
+) -> list[Provider]:
+    """The providers that load. A line on stderr says why another does not load, unless its name is in `said`, which
+    gets the reason."""
+    found, said = [], {} if said is None else said
     for provider in providers:
         try:
             if provider.needs_gpu and device.type == "cpu":
@@ -145,7 +152,7 @@ def installed(providers: Iterable[Provider], device: torch.device, said: set[str
         except Exception as error:  # the import of another package may raise anything
             if provider.name not in said:
                 print(f"# {provider.name} is left out: {reason(error)}", file=sys.stderr)
-            said.add(provider.name)
+            said[provider.name] = reason(error)
     return found
 
 

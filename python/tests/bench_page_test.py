@@ -253,6 +253,13 @@ def test_a_file_that_is_no_result_is_refused_in_one_sentence(spoil: Any, tmp_pat
     assert str(raised.value).startswith(f'"{path}"') and "\n" not in str(raised.value)
 
 
+def test_the_page_says_why_a_provider_did_not_load(tmp_path: Path) -> None:
+    operators = [toy(EAVES, MISSING)]
+    assert main(["toy", *QUICK, "--results", str(tmp_path)], operators) == 0
+    details = (tmp_path / DEVICE / "details.md").read_text()
+    assert details.endswith("- toy, protocol accumulate, missing: `No module named 'no_such_module'`\n")
+
+
 # ------------------------------------------------------------------------------------------------------ committed files
 
 COMMITTED = [
