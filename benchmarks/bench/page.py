@@ -5,6 +5,7 @@ its pictures, and the rows in which a peer is ahead; details.md has every other 
 from __future__ import annotations
 
 import json
+import os
 import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Container, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 from eaves._command_line import say
 
-from . import doors, plot, results, tables
+from . import doors, plot, results, submission, tables
 from .benchmark import PROGRAM, InvalidArgument, Operator, Provider
 from .calls import PROTOCOLS
 from .operators import OPERATORS
@@ -171,7 +172,10 @@ def _files(folder: Folder) -> list[str]:
     kernels = [path.name for path in sorted(folder.path.glob("*.json"))
                if b'"protocol": "kernel"' in path.read_bytes()[:2000]]  # fmt: skip
     links = ", ".join(f"[{name}]({name})" for name in kernels)
-    return tables.markdown(lines, left=5) + ([f"From C++, without peers: {links}."] if links else [])
+    sentences = [f"From C++, without peers: {links}."] if links else []
+    if (folder.path / submission.SELF_TEST).exists():
+        sentences.append(f"The installation and its self-test: [{submission.SELF_TEST}]({submission.SELF_TEST}).")
+    return tables.markdown(lines, left=5) + sentences
 
 
 def _details(folder: Folder) -> list[str]:
@@ -223,8 +227,12 @@ def _reason(provider: Provider, content: dict[str, Any]) -> str:
 
 
 def main(parser: ArgumentParser, argv: Sequence[str]) -> None:
-    """Draws the pages and pictures of folders again, without measuring."""
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR",
-        help="folder of result files, such as benchmarks/results/intel-xeon")  # fmt: skip
-    for folder in parser.parse_args(argv).folders:
-        draw(folder, OPERATORS)
+    """Draws the pages and pictures of folders again, without measuring. Writes the folder of a file of --submit."""
+    add = parser.add_argument
+    add("paths", nargs="+", type=Path, metavar="DIR|FILE",
+        help="folder of result files, such as benchmarks/results/intel-xeon, or a file of --submit")  # fmt: skip
+    add("--results", default=results.RESULTS, metavar="DIR", help="write the folder of a file below this one; "
+        f"default: {os.path.relpath(results.RESULTS)}")  # fmt: skip
+    arguments = parser.parse_args(argv)
+    for path in arguments.paths:
+        draw(submission.unpack(path, arguments.results, OPERATORS) if path.is_file() else path, OPERATORS)

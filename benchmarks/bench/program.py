@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from eaves import _command_line
@@ -20,9 +19,10 @@ from eaves import _command_line
 from .benchmark import DTYPES, PROGRAM, InvalidArgument, Operator, check_names
 from .calls import PROTOCOLS
 from .operators import OPERATORS
+from .results import RESULTS, check_file
 from .run import run_bench
 
-RESULTS = Path(__file__).parents[1] / "results"
+SUBMITTED = "build/submit"
 COMMANDS = ("published", "page", "jax", "ranks", "accuracy", "doors")
 """Modules whose `main` gets a parser and the words, and returns the exit code or nothing."""
 
@@ -39,7 +39,8 @@ your own."""
 _EPILOG = f"""\
 other commands (each has --help):
   {PROGRAM} published  the tables that xopes published, as they were published
-  {PROGRAM} page DIR   the pages and pictures of a folder, from its files
+  {PROGRAM} page DIR   the pages and pictures of a folder, from its files; or of
+                               a file of --submit
   {PROGRAM} jax        a model's head from JAX
   {PROGRAM} ranks      a model's head cut over ranks
   {PROGRAM} accuracy   the errors of a model's head against float64
@@ -115,6 +116,8 @@ def _parser() -> argparse.ArgumentParser:
         f"default without an operator: {os.path.relpath(RESULTS)}")  # fmt: skip
     add("--replace", action="store_true",
         help="let result files below DIR lose rows and providers that this run does not measure")  # fmt: skip
+    add("--submit", metavar="FILE", help="also write a self-test and the result files into this one file, which `page` "
+        f"reads; sends nothing. Protocol: autograd. Default of --results: {SUBMITTED}")  # fmt: skip
     return parser
 
 
@@ -127,18 +130,20 @@ def parse_arguments(argv: Sequence[str], operators: Sequence[Operator]) -> argpa
             raise InvalidArgument(f"--{name.replace('_', '-')}: is {value}, expected {low} to {high}")
     if parsed.results == "":
         raise InvalidArgument("--results: is empty, expected the name of a folder")
-    if not parsed.operators and parsed.results is None:
-        parsed.results = RESULTS
+    if parsed.submit is not None:
+        parsed.submit = check_file("--submit", parsed.submit)
+    if parsed.results is None and (parsed.submit or not parsed.operators):
+        parsed.results = SUBMITTED if parsed.submit else RESULTS
     by_name = {operator.name: operator for operator in operators}
     check_names("there is no operator", parsed.operators, by_name)
     if parsed.shape is not None:
         if len(parsed.operators) != 1 or parsed.results is not None:
-            raise InvalidArgument("--shape: measures one operator, expected its name and no --results")
+            raise InvalidArgument("--shape: measures one operator, expected its name, no --results and no --submit")
         parsed.shape = parse_shape(parsed.shape, by_name[parsed.operators[0]])
     parsed.operators = [by_name[name] for name in dict.fromkeys(parsed.operators or by_name)]
     known = dict.fromkeys(provider.name for operator in parsed.operators for provider in operator.providers)
     check_names("--provider: there is no provider", parsed.provider, known)
-    default = PROTOCOLS[:1] if parsed.results is None else PROTOCOLS
+    default = PROTOCOLS[:1] if parsed.results is None or parsed.submit else PROTOCOLS
     parsed.protocols = [parsed.protocol] if parsed.protocol else default
     return parsed
 

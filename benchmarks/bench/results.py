@@ -23,6 +23,8 @@ from .calls import PROTOCOLS
 from .device import device_name
 from .harness import Entry
 
+RESULTS = Path(__file__).parents[1] / "results"
+
 
 def result(
     rows: Sequence[Entry],
@@ -69,29 +71,38 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 def read(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """The result files of these operators, by their names; the lines are under "rows"."""
+    paths = [folder / name for name in file_names(names)]
+    return checked({path.name: path.read_bytes() for path in paths if path.exists()}, folder)
+
+
+def checked(files: Mapping[str, bytes], place: Path) -> dict[str, dict[str, Any]]:
+    """The contents of result files, by their names. `place` is the folder that holds them."""
     found = {}
-    for name in (file_name(operator, protocol) for operator in names for protocol in PROTOCOLS):
-        path = folder / name
-        if not path.exists():
-            continue
+    for name, text in files.items():
         try:
-            content = json.loads(path.read_bytes())
+            content = json.loads(text)
             if file_name(content["rows"][0]["op"], content["protocol"]) != name:
                 raise ValueError(f"its rows are of {content['rows'][0]['op']} and the protocol {content['protocol']}")
             for row in content["rows"]:
-                _ = row["mode"], row["dtype"], row["shape"], row["options"], row["provider"]
+                _ = row["mode"], row["dtype"], {**row["shape"], **row["options"]}, row["provider"]
                 _ = row["ms"] + row["ms_min"] if row["ms"] is not None else row["skipped"]
-            _ = [content[key] for key in ("device", "commit", "date")], content["versions"]["torch"]
+            _ = content["device"] + content["commit"] + content["date"], content["driver"]
+            _ = content["versions"]["eaves"], content["versions"]["torch"]
         except (ValueError, LookupError, TypeError) as error:
             why = f"it has no {error}" if isinstance(error, KeyError) else error
-            raise InvalidArgument(f'"{path}" is not a result file of this program: {why}') from error
+            raise InvalidArgument(f'"{place / name}" is not a result file of this program: {why}') from error
         found[name] = {"cuda": None} | content
     devices = dict.fromkeys(content["device"] for content in found.values())
     if len(devices) > 1:
         raise InvalidArgument(
-            f'"{folder}" holds results of {" and ".join(devices)}, expected one folder for each device'
+            f'"{place}" holds results of {" and ".join(devices)}, expected one folder for each device'
         )
     return found
+
+
+def file_names(operators: Iterable[str]) -> list[str]:
+    """The names of the result files of these operators."""
+    return [file_name(operator, protocol) for operator in operators for protocol in PROTOCOLS]
 
 
 def file_name(operator: str, protocol: str, is_partial: bool = False) -> str:
@@ -127,9 +138,14 @@ def check_file(argument: str, path: str) -> Path:
     return Path(path)
 
 
+def text_of(content: dict[str, Any]) -> str:
+    """The JSON of a file."""
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
 def write(path: Path, content: str | dict[str, Any]) -> None:
     """Writes text or JSON. The file exists whole or not at all: it is written beside its place and moved there."""
-    text = content if isinstance(content, str) else json.dumps(content, indent=1, allow_nan=False) + "\n"
+    text = content if isinstance(content, str) else text_of(content)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         beside.write_text(text)

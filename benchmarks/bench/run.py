@@ -17,7 +17,7 @@ import torch
 from eaves import _command_line, _info
 from eaves._command_line import say
 
-from . import page, results, tables
+from . import page, results, submission, tables
 from .benchmark import InvalidArgument, Operator, Provider, Request, Row, reason
 from .calls import PROTOCOLS
 from .device import device_name, find_device
@@ -55,11 +55,17 @@ def run_bench(arguments: Namespace, operators: Sequence[Operator]) -> None:
     say(f"# {device_name(device)}, {versions}, commit {_info.extension()['commit'][:12]}")
     if folder is not None:
         say(f"# {sum(len(part.rows) for part in parts)} rows, into {folder}")
+    if folder is not None and arguments.submit:
+        say("# self-test, in about a minute")
+        results.write(folder / submission.SELF_TEST, submission.self_test())
     everything: list[Entry] = []
     for part in parts:
         say(f"# {part.operator.name}, protocol {part.protocol}\n")
         everything += _measure(arguments, part, device, folder)
         if folder is not None:
+            if arguments.submit:  # before the page, so that an error of drawing loses no numbers
+                submission.pack(folder, operators, arguments.submit)
+                say(f"# wrote {arguments.submit}")
             page.draw(folder, operators)
         elif _is_lost():
             return
