@@ -293,14 +293,16 @@ template <typename T>
 HWY_INLINE Pack<T> load_in_order(const Accumulator<T>* from) {
   const Tag<T> d;
   const std::size_t n = hn::Lanes(d);
-  Pack<T> pack;
   if constexpr (kIsUnpackedIntoEvenAndOdd<T>) {
-    hn::LoadInterleaved2(d, from, pack.v0, pack.v1);
-    hn::LoadInterleaved2(d, from + 2 * n, pack.v2, pack.v3);
+    // Not the members of a Pack: GCC would compile its implicit constructor without the level's instructions, and then
+    // refuses to inline the constructor of Highway's NEON vectors there.
+    VectorOf<T> v0, v1, v2, v3;
+    hn::LoadInterleaved2(d, from, v0, v1);
+    hn::LoadInterleaved2(d, from + 2 * n, v2, v3);
+    return {v0, v1, v2, v3};
   } else {
-    pack = {hn::LoadU(d, from), hn::LoadU(d, from + n), hn::LoadU(d, from + 2 * n), hn::LoadU(d, from + 3 * n)};
+    return {hn::LoadU(d, from), hn::LoadU(d, from + n), hn::LoadU(d, from + 2 * n), hn::LoadU(d, from + 3 * n)};
   }
-  return pack;
 }
 
 /// Loads the first `count` elements of a pack; the rest is `fill`.
