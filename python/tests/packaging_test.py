@@ -2,6 +2,7 @@
 the source archive, from which the same package is built again."""
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ LIMIT_MB = 60  # package indices accept 100 without asking
 # The libraries that a wheel may need from the system: PyTorch's, which it has loaded (tools/wheel leaves them out), and
 # the C and C++ runtimes.
 SYSTEM = {"libc10.so", "libtorch_cpu.so", "libc.so.6", "libdl.so.2", "libgcc_s.so.1", "libm.so.6", "libpthread.so.0"}
-SYSTEM |= {"librt.so.1", "libstdc++.so.6", "ld-linux-x86-64.so.2"}
+SYSTEM |= {"librt.so.1", "libstdc++.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 
 pytestmark = pytest.mark.skipif(not WHEELS or not CACHE.exists(), reason="dist/ holds no wheel of this clone")
 
@@ -113,7 +114,8 @@ def check_that_it_works(python: Path, folder: Path) -> str:
 
 def test_there_is_one_wheel_for_every_python_and_its_name_says_which_systems() -> None:
     (wheel,) = WHEELS
-    assert re.fullmatch(rf"eaves-{re.escape(version())}-py3-none-manylinux_\d+_\d+_x86_64\.whl", wheel.name)
+    tag = rf"py3-none-manylinux_\d+_\d+_{platform.machine()}"
+    assert re.fullmatch(rf"eaves-{re.escape(version())}-{tag}\.whl", wheel.name)
 
 
 def test_the_wheel_is_small() -> None:

@@ -84,9 +84,15 @@ TEST(Numeric, ANaNStaysOneWhateverItsBits) {
 }
 
 #if defined(__FLT16_MANT_DIG__)
+#if defined(__aarch64__)
+using CompilersFloat16 = __fp16;  // before GCC 13 C++ has no _Float16 there
+#else
+using CompilersFloat16 = _Float16;
+#endif
+
 TEST(Numeric, Float16IsWhatTheCompilerMakesOfIt) {
   for_each_16_bit_value([](std::uint16_t bits) {
-    const auto value = static_cast<float>(std::bit_cast<_Float16>(bits));
+    const auto value = static_cast<float>(std::bit_cast<CompilersFloat16>(bits));
     if (std::isnan(value)) return;
     EXPECT_EQ(to_float(float16{bits}), value) << bits;
   });
@@ -94,7 +100,7 @@ TEST(Numeric, Float16IsWhatTheCompilerMakesOfIt) {
   for (std::uint64_t bits = 0; bits <= 0xffffffffu; bits += 4093) {
     const auto value = std::bit_cast<float>(static_cast<std::uint32_t>(bits));
     if (std::isnan(value)) continue;
-    ASSERT_EQ(to_float16(value).bits, std::bit_cast<std::uint16_t>(static_cast<_Float16>(value))) << value;
+    ASSERT_EQ(to_float16(value).bits, std::bit_cast<std::uint16_t>(static_cast<CompilersFloat16>(value))) << value;
   }
 }
 #endif
