@@ -9,7 +9,8 @@ namespace {
 
 /// The library's names in the CUDA versions that have the interface declared here; the newest first.
 constexpr const char* kNames[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
-constexpr const char* kFolders[] = {"", "/usr/local/cuda/lib64/", "/usr/local/cuda/targets/x86_64-linux/lib/"};
+constexpr const char* kFolders[] = {"", "/usr/local/cuda/lib64/", "/usr/local/cuda/targets/x86_64-linux/lib/",
+                                    "/usr/local/cuda/targets/sbsa-linux/lib/"};
 
 void* open_library() {
   // A library that the process has loaded (PyTorch brings its own) comes before the system's.
