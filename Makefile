@@ -15,7 +15,7 @@ export EAVES_CUDA_TARGETS := $(CUDA_TARGETS)
 
 # `make help` prints the comments behind the targets' names.
 help: ## print this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
 
 build: ## install missing packages, build the program build/release/eaves
 	@CUDA=$(CUDA) tools/setup build
@@ -37,6 +37,13 @@ test: ## install missing packages, build, run every test and count the results
 	@tools/wheel $(JOBS) $(OPTIONS)
 	@tools/run_tests $(BUILD)
 
+# qemu finds the C library of libc6:arm64, which libhwy-dev:arm64 requires, in its usual place. With -L and the cross
+# compiler's C library the program would load parts of both, and its first thread would hang.
+aarch64: ## install a cross compiler (Debian, x86-64), build build/aarch64/eaves for 64-bit Arm, emulate its self-test
+	@tools/setup aarch64
+	@tools/build aarch64 $(JOBS)
+	@qemu-aarch64 build/aarch64/eaves info --self-test
+
 docs: ## install mkdocs in build/site_venv, build the documentation's site in build/site and check its links
 	@tools/site
 
@@ -47,4 +54,4 @@ format: ## format the C++ and Python sources
 clean: ## remove all build outputs; installed packages stay
 	@rm -rf build dist
 
-.PHONY: help build bench published wheel test docs format clean
+.PHONY: help build bench published wheel test aarch64 docs format clean
