@@ -2,7 +2,7 @@
 # CUDA=OFF builds without the CUDA backend, CUDA=ON insists on it. The default compiles for this machine's GPUs, or for
 # the H100 and H200 if it has none. CUDA_TARGETS=all compiles for every GPU: for a wheel that goes to other machines.
 CUDA ?= AUTO
-CUDA_TARGETS ?= native
+CUDA_TARGETS ?= $(or $(EAVES_CUDA_TARGETS),native)
 BUILD := build/release
 JOBS ?= $(shell nproc)
 

@@ -1043,6 +1043,11 @@ TEST(SystemReport, SaysThatCutlassIsMissingOnTheGpuThatWouldUseIt) {
   system.has_cutlass = false;
   system.gpus[0].compute_capability_major = 8;
   EXPECT_TRUE(missing_parts(system).empty());
+  system.gpus[0].compute_capability_major = 10;
+  ASSERT_EQ(missing_parts(system).size(), 1u);
+  EXPECT_NE(missing_parts(system)[0].find("CUDA 12.9"), std::string::npos) << missing_parts(system)[0];
+  system.has_sm100 = true;
+  EXPECT_TRUE(missing_parts(system).empty());
 }
 
 }  // namespace

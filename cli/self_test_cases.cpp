@@ -55,6 +55,14 @@ bool has_fused_product([[maybe_unused]] Device device) {
   return false;
 }
 
+/// Has this build, and this device, the product of cuda/cutlass/weight_gradient.h?
+bool has_weight_gradient([[maybe_unused]] Device device) {
+  if constexpr (kHasCuda && EAVES_HAVE_CUTLASS) {
+    return device.type == DeviceType::cuda && cuda::properties(device).compute_capability == 90;
+  }
+  return false;
+}
+
 bool is_gpu(Device device) { return device.type == DeviceType::cuda; }
 
 bool is_any(Device) { return true; }
@@ -252,7 +260,7 @@ void add_products(Cases& cases) {
       {{.m = 64, .n = 96, .k = 48, .is_a_transposed = true, .accumulates = true},
        {.m = 61, .n = 93, .k = 45, .is_a_transposed = true, .has_alpha = true, .accumulates = true, .padding = 3}});
   if constexpr (EAVES_HAVE_CUTLASS) {
-    add(cases, "fused product", "added to a gradient of the head by CUTLASS", has_fused_product,
+    add(cases, "fused product", "added to a gradient of the head by CUTLASS", has_weight_gradient,
         [](Device device, SelfTestResult& result) {
           const GemmCase product{.m = 391,
                                  .n = 264,
@@ -360,7 +368,7 @@ void add_linear_cross_entropy(Cases& cases) {
   // ExpProductSums: the loss alone, with a guess, because of the few features
   add(cases, "fused product", "the loss alone with a guess", has_fused_product,
       [](Device device, SelfTestResult& result) {
-        const Setting faster("EAVES_FUSED_PRODUCT", "");
+        const Setting faster("EAVES_FUSED_PRODUCT", "auto");
         const Setting invariant("EAVES_BATCH_INVARIANT", "1");
         for (const DType dtype : {DType::bfloat16, DType::float16}) {
           LinearCrossEntropyCase c{.device = device, .dtype = dtype, .row_shape = {131}, .features = 40};

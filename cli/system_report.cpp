@@ -26,6 +26,12 @@ std::vector<std::string> missing_parts(const SystemInfo& system) {
           "and build again.",
           gpu.index));
     }
+    if (gpu.compute_capability_major == 10 && !system.has_sm100) {
+      missing.push_back(fmt::format(
+          "This build has no products that end in exponentials for GPU {}. Run tools/setup and build again with CUDA "
+          "12.9 or newer.",
+          gpu.index));
+    }
     if (gpu.memory_bandwidth <= 0.0) {
       missing.push_back(fmt::format(
           "The driver does not report the memory bandwidth of GPU {}. Compare times with the column limit of eaves "

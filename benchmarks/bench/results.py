@@ -84,11 +84,16 @@ def checked(files: Mapping[str, bytes], place: Path) -> dict[str, dict[str, Any]
             if file_name(content["rows"][0]["op"], content["protocol"]) != name:
                 raise ValueError(f"its rows are of {content['rows'][0]['op']} and the protocol {content['protocol']}")
             for row in content["rows"]:
-                _ = row["mode"], row["dtype"], {**row["shape"], **row["options"]}, row["provider"]
-                _ = row["ms"] + row["ms_min"] if row["ms"] is not None else row["skipped"]
-            _ = content["device"] + content["commit"] + content["date"], content["driver"]
-            _ = content["versions"]["eaves"], content["versions"]["torch"]
-        except (ValueError, LookupError, TypeError) as error:
+                _check_names(row["op"], row["mode"], row["dtype"], row["provider"], *row["shape"], *row["options"])
+                if row["ms"] is None:
+                    _check_type(str, row["skipped"])
+                else:
+                    _check_type((int, float), row["ms"], row["ms_min"])
+            _check_names(content["device"], content["commit"], content["date"], content["driver"] or "")
+            versions, left_out = content["versions"], content.get("left_out", {})
+            _check_names(versions["eaves"], versions["torch"], *versions, *versions.values(), *left_out)
+            _check_type(str, *left_out.values())
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             why = f"it has no {error}" if isinstance(error, KeyError) else error
             raise InvalidArgument(f'"{place / name}" is not a result file of this program: {why}') from error
         found[name] = {"cuda": None} | content
@@ -98,6 +103,20 @@ def checked(files: Mapping[str, bytes], place: Path) -> dict[str, dict[str, Any]
             f'"{place}" holds results of {" and ".join(devices)}, expected one folder for each device'
         )
     return found
+
+
+def _check_type(kind: type | tuple[type, ...], *values: object) -> None:
+    for value in values:
+        if not isinstance(value, kind):
+            raise TypeError(f"{value!r} is of another type")
+
+
+def _check_names(*values: object) -> None:
+    """Pages show names as they are: a name with a sign of Markdown or HTML is refused."""
+    _check_type(str, *values)
+    for value in values:
+        if re.search(r"[<>|`\n]", str(value)):
+            raise ValueError(f"{value!r} is not a name")
 
 
 def file_names(operators: Iterable[str]) -> list[str]:

@@ -131,7 +131,8 @@ def _parts(arguments: Namespace, device: torch.device) -> list[_Part]:
         is_whole = device.type == "cuda" and arguments.sweep == "quick" and not arguments.shape
         for protocol in arguments.protocols:
             small = [row.captured() for row in rows if _is_small(row)] if is_whole and protocol == PROTOCOLS[0] else []
-            left_out = {each.name: missing[each.name] for each in operator.providers if each.name in missing}
+            absent = [each.name for each in operator.providers if each not in present]
+            left_out = {name: missing[name] for name in absent if name in missing}
             parts.append(_Part(operator, protocol, [*rows, *small], selected, present[0], left_out))
     if not parts:
         raise InvalidArgument(f"--sweep: {arguments.sweep} has no rows of these operators; expected another sweep")

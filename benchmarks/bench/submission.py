@@ -28,8 +28,9 @@ def self_test() -> str:
 
 
 def pack(folder: Path, operators: Sequence[Operator], path: Path) -> None:
-    """Writes the folder's result files and its self-test into one file."""
-    names = results.read(folder, [operator.name for operator in operators])
+    """Writes the folder's result files of this build and its self-test into one file."""
+    found = results.read(folder, [operator.name for operator in operators])
+    names = [name for name, content in found.items() if content["commit"] == _info.extension()["commit"]]
     files = {name: json.loads((folder / name).read_bytes()) for name in names}
     results.write(path, {"submission": 1, "files": {SELF_TEST: (folder / SELF_TEST).read_text(), **files}})
 
@@ -43,11 +44,14 @@ def unpack(path: Path, into: str | Path, operators: Sequence[Operator]) -> Path:
         report = files.pop(SELF_TEST)
         if not isinstance(report, str) or not files or not files.keys() <= {*names}:
             raise ValueError(f"it holds {', '.join([SELF_TEST, *files])}")
+        report.encode()
         texts = {name: results.text_of(content) for name, content in files.items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         raise InvalidArgument(f'"{path}" was not written by {PROGRAM} --submit: {why}') from error
     found = results.checked({name: text.encode() for name, text in texts.items()}, path)
+    if len({content["commit"] for content in found.values()}) > 1:
+        raise InvalidArgument(f'"{path}" holds results of several commits, expected the results of one build')
     head = next(iter(found.values()))
     folder = Path(into, results.folder_name(head["device"], head["cuda"] is not None))
     stored = results.read(results.check_folder("--results", folder), [operator.name for operator in operators])

@@ -34,6 +34,7 @@ struct SystemInfo {
   std::string cuda_build_version;   ///< of the toolkit, "13.0"; empty without CUDA
   std::string cuda_architectures;   ///< the compiled targets, "80;90a;90+" (+: PTX); empty without CUDA
   bool has_cutlass = false;         ///< the kernels for 90a were compiled with CUTLASS' headers
+  bool has_sm100 = false;           ///< likewise, for 10.0 and 10.3
   std::string cuda_driver_version;  ///< the newest CUDA version that the driver runs; empty without a driver
   std::vector<GpuInfo> gpus;
   std::string cuda_missing;  ///< the reason why no GPU is usable, in one sentence; empty if one is

@@ -256,7 +256,7 @@ def _hint(name: str, value: object, function: Callable[..., object]) -> str:
     has_head = "linear_weight" in parameters or "head" in parameters
     if "group" in parameters and (name == "first_class" or (has_head and name in _OF_HEAD)):
         return f"; pass group=eaves.Shard(group, {name}=...)"
-    if name == "shift":
+    if name == "shift" and not parameters.keys().isdisjoint(("target", "targets", "tokens")):
         return "; pass the rows without the last and their classes without the first"
     if name == "filter_eps":
         return "; leave it out: no gradient is dropped"

@@ -65,6 +65,14 @@ def test_a_folder_with_other_results_is_kept(capsys: pytest.CaptureFixture[str])
     assert files_in(Path("pages")) == before
 
 
+def test_results_of_another_build_are_left_out() -> None:
+    assert main(["first", *QUICK, "--submit", "first.json"], OPERATORS) == 0
+    (old,) = Path("build/submit").glob("*/first_autograd.json")
+    old.write_text(re.sub('"commit": "[^"]*"', f'"commit": "{"0" * 40}"', old.read_text()))
+    assert main(["second", *QUICK, "--submit", "second.json"], OPERATORS) == 0
+    assert json.loads(Path("second.json").read_text())["files"].keys() == {"self_test.txt", "second_autograd.json"}
+
+
 def test_kernels_that_compute_wrong_results_are_not_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +99,10 @@ def spoiled(content: Any, **files: Any) -> str:
         (lambda content: spoiled(content, **{"first_autograd.json": {"rows": []}}), "is not a result file of this"),
         (lambda content: json.dumps(content).replace('"ms":', '"time":'), "it has no 'ms'"),
         (lambda content: re.sub('"device": "[^"]*"', '"device": 1', json.dumps(content)), "is not a result file"),
+        (lambda content: re.sub('"device": "', '"device": "<b>', json.dumps(content)), "is not a name"),
+        (lambda content: re.sub('"ms": [0-9.]+', '"ms": "1"', json.dumps(content)), "is of another type"),
+        (lambda content: re.sub('"left_out": {[^}]*}', '"left_out": []', json.dumps(content)), "is not a result file"),
+        (lambda content: spoiled(content, **{"self_test.txt": "\ud800"}), "was not written by"),
     ],
 )  # fmt: skip
 def test_a_damaged_or_foreign_file_is_refused_in_one_sentence(

@@ -126,7 +126,8 @@ def test_the_result_file_has_the_schema_of_the_program(tmp_path: Path) -> None:
     assert main([*TOY, "--protocol", "accumulate", "--results", str(tmp_path)], [toy(EAVES)]) == 0
     assert [each.name for each in (tmp_path / DEVICE).iterdir()] == ["toy_accumulate.json"]
     result = json.loads((tmp_path / DEVICE / "toy_accumulate.json").read_text())
-    assert list(result) == "schema device cuda driver cpu_level threads commit date protocol versions rows".split()
+    keys = "schema device cuda driver cpu_level threads commit date protocol versions left_out rows".split()
+    assert list(result) == keys
     assert (result["schema"], result["protocol"], result["cuda"]) == (1, "accumulate", None)
     assert {"eaves", "python", "torch"} <= result["versions"].keys()
     row, *_ = result["rows"]

@@ -19,7 +19,8 @@ bool is_batch_invariant() { return is_set("EAVES_BATCH_INVARIANT"); }
 
 FusedProduct fused_product() {
   const char* value = std::getenv("EAVES_FUSED_PRODUCT");
-  if (value == nullptr || std::string_view(value) == "") return FusedProduct::where_faster;
+  if (value == nullptr || std::string_view(value) == "") return FusedProduct::where_tried;
+  if (std::string_view(value) == "auto") return FusedProduct::where_faster;
   return std::string_view(value) == "0" ? FusedProduct::never : FusedProduct::wherever_possible;
 }
 

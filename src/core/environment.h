@@ -12,8 +12,9 @@ bool checks_targets_on_gpu();
 bool is_batch_invariant();
 
 /// EAVES_FUSED_PRODUCT selects the fused path of linear_cross_entropy (docs/design.md). 0: never. 1: always if the path
-/// supports the call, from 4096 classes on, with an online softmax for any number of features. Unset: if it is faster.
-enum class FusedProduct { never, where_faster, wherever_possible };
+/// supports the call, from 4096 classes on, with an online softmax for any number of features. auto: if it is faster.
+/// Unset: likewise, on GPUs whose kernels have been run.
+enum class FusedProduct { never, where_tried, where_faster, wherever_possible };
 FusedProduct fused_product();
 
 }  // namespace eaves

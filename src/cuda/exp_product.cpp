@@ -63,10 +63,9 @@ bool takes_exp_product(DType dtype, const GemmMatrix& x, const GemmMatrix& weigh
 bool has_exp_product(Device device) {
   if (device.type != DeviceType::cuda || device.index >= gpu_count()) return false;
   const int capability = properties(device).compute_capability;
-  // Nobody has run the kernels for 10.x yet.
+  if (capability == 90) return EAVES_HAVE_CUTLASS;
   const bool is_sm100 = capability == 100 || capability == 103;
-  return capability == 90 ? EAVES_HAVE_CUTLASS
-                          : EAVES_HAVE_SM100 && is_sm100 && fused_product() == FusedProduct::wherever_possible;
+  return EAVES_HAVE_SM100 && is_sm100 && fused_product() > FusedProduct::where_tried;
 }
 
 void exp_product(const char* op, const ExpProduct& product, const ExpProductSums& to, const ExecutionContext& context) {

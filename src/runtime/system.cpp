@@ -27,6 +27,7 @@ SystemInfo system_info() {
     info.cuda_build_version = EAVES_CUDA_VERSION;
     info.cuda_architectures = EAVES_CUDA_ARCHITECTURES;
     info.has_cutlass = EAVES_HAVE_CUTLASS;
+    info.has_sm100 = EAVES_HAVE_SM100;
     cuda::GpuList list = cuda::gpus();
     info.cuda_driver_version = std::move(list.driver_version);
     info.gpus = std::move(list.gpus);

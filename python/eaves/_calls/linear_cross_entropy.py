@@ -170,9 +170,12 @@ def result_plainly(
         return None
     if torch.is_autocast_enabled("cpu" if hidden.is_cpu else "cuda"):
         return None
-    mode = reduction_of(op, reduction)
-    ignored = -100 if ignore_index is None else index_of(op, "ignore_index", ignore_index)
-    options = (ignored, mode, numbers_of(op, *numbers)[0], False, 0)
+    try:
+        mode = reduction_of(op, reduction)
+        ignored = -100 if ignore_index is None else index_of(op, "ignore_index", ignore_index)
+        options = (ignored, mode, numbers_of(op, *numbers)[0], False, 0)
+    except (TypeError, ValueError):  # the checks report mistakes in the order of the arguments
+        return None
     gradients = 0
     if torch.is_grad_enabled():
         if hidden.requires_grad:

@@ -156,7 +156,7 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
       }
     }
 
-    /// For Hopper CUTLASS unrolls these calls for all parts of a tile: the kernel has a copy of each line for every
+    /// CUTLASS unrolls these calls for all parts of a tile: the kernel has a copy of each line for every
     /// part.
     template <typename Accumulator, int kSize>
     CUTLASS_DEVICE auto visit(cutlass::Array<Accumulator, kSize> z, int part, int of_rows, int of_columns) {

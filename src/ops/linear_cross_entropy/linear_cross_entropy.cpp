@@ -77,7 +77,7 @@ bool can_take_fused_path(const LinearCrossEntropyProblem& problem) {
 /// rows count for nothing.
 bool suits_fused_path(const LinearCrossEntropyProblem& problem) {
   if (!can_take_fused_path(problem) || problem.classes < kLeastFusedClasses) return false;
-  if (fused_product() != FusedProduct::where_faster) return true;
+  if (fused_product() == FusedProduct::wherever_possible) return true;
   // Loss and gradients at once read logits in memory twice for a shard, and once without shards.
   const bool is_whole = problem.shard == nullptr;
   if (is_whole && problem.mode == Mode::forward && !is_batch_invariant()) {
