@@ -77,6 +77,12 @@ def test_a_plain_call_gives_the_numbers_of_a_checked_one(
             assert torch.equal(of_plain.signbit(), of_checked.signbit())  # an ignored row has 0, not -0
 
 
+@each("name", [name for name in CALLS if name.startswith("linear")])
+def test_reductions_and_numbers_leave_a_call_of_a_head_a_plain_one(name: str) -> None:
+    out = CALLS[name](*tensors_of(torch.float32, (True,) * 4, torch.device("cpu")), TARGET)
+    assert out.grad_fn is not None and out.grad_fn.name().startswith("Plain")
+
+
 # For each mistake, the index of the wrong tensor in the order of CALLS, and the tensor.
 WRONG: dict[str, tuple[int, Tensor]] = {
     "shape of the target": (4, TARGET[:3]),

@@ -60,7 +60,7 @@ struct Sm100 {
 
 /// The rows of a thread in a tile.
 template <typename Sm>
-inline constexpr int kRowsOfThread = Sm::kRowsOfPart* static_cast<int>(kExpProductRows) / Sm::kRowsAtOnce;
+inline constexpr int kRowsOfThread = static_cast<int>(kExpProductRows) / (Sm::kRowsAtOnce / Sm::kRowsOfPart);
 
 // ---- the end of a product ------------------------------------------------------------------------------------------
 
