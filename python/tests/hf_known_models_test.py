@@ -1,5 +1,6 @@
 """eaves.hf: tiny models of the architectures in docs/huggingface.md, patched, against the same models before."""
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,8 @@ def with_image(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [name for models in KNOWN.values() for name in models])
 def test_a_patched_model_trains_as_before_without_logits(name: str) -> None:
+    if name == "Qwen3NextForCausalLM" and importlib.util.find_spec("fla") is not None:
+        pytest.skip("transformers takes FLA's kernels for this model, which need a GPU")
     kind = getattr(transformers, name)
     (special,) = (models[name] for models in KNOWN.values() if name in models)
     torch.manual_seed(3)

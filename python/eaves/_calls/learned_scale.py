@@ -17,7 +17,10 @@ from eaves._torch.transforms import is_exporting
 
 
 def _times(x: Tensor, scale: Tensor) -> Tensor:
-    return (x * scale).to(x.dtype)  # an integer tensor stays one, and the call refuses it
+    product = x * scale
+    # torch.compile of PyTorch 2.11 takes the result of a `to` that changes nothing for a tensor without a gradient. An
+    # integer tensor stays one, and the call refuses it.
+    return product if product.dtype == x.dtype else product.to(x.dtype)
 
 
 class _Scaled(torch.autograd.Function):

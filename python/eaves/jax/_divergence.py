@@ -290,12 +290,16 @@ def _product(x: jax.Array, head: jax.Array, is_transposed: bool) -> jax.Array:
 
 
 def _transformed(u: Any, scale: float, softcap: float | None, temperature: Any = 1.0) -> Any:
-    """Scaled and soft-capped logits, divided by the temperature. The last factor includes the temperature: XLA may
-    merge two factors of a student but not of its teacher, and equal heads would then have different logits."""
-    if softcap is not None:
-        return softcap / temperature * jnp.tanh(u * (scale / softcap))
+    """Scaled and soft-capped logits, divided by the temperature. The barrier stores them: XLA would otherwise round
+    them differently in each sum that it merges them into, and equal heads would have different logits."""
     factor = scale / temperature
-    return u if isinstance(factor, float) and factor == 1 else u * factor
+    if softcap is not None:
+        z = softcap / temperature * jnp.tanh(u * (scale / softcap))
+    elif isinstance(factor, float) and factor == 1:
+        return u
+    else:
+        z = u * factor
+    return jax.lax.optimization_barrier(z)
 
 
 def _slope(u: Any, scale: float, softcap: float) -> Any:
