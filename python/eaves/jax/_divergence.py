@@ -290,15 +290,14 @@ def _product(x: jax.Array, head: jax.Array, is_transposed: bool) -> jax.Array:
 
 
 def _transformed(u: Any, scale: float, softcap: float | None, temperature: Any = 1.0) -> Any:
-    """Scaled and soft-capped logits, divided by the temperature. The barrier stores them: XLA would otherwise round
-    them differently in each sum that it merges them into, and equal heads would have different logits."""
+    """Scaled and soft-capped logits, divided by the temperature. The barriers keep XLA from merging a factor into one
+    product and not into the other, and from rounding the logits differently in each sum that it merges them into: equal
+    heads have equal logits."""
     factor = scale / temperature
-    if softcap is not None:
-        z = softcap / temperature * jnp.tanh(u * (scale / softcap))
-    elif isinstance(factor, float) and factor == 1:
+    if softcap is None and isinstance(factor, float) and factor == 1:
         return u
-    else:
-        z = u * factor
+    u = jax.lax.optimization_barrier(u)
+    z = u * factor if softcap is None else softcap / temperature * jnp.tanh(u * (scale / softcap))
     return jax.lax.optimization_barrier(z)
 
 
