@@ -194,9 +194,10 @@ void add_cross_entropy(Cases& cases) {
     c.weight_dtype = DType::float32;
     c.wants_all_of_row = false;
   });
-  add_each("weighted classes, smoothing and soft cap", {9000}, [](CrossEntropyCase& c) {
+  add_each("weighted classes, smoothing and soft cap", {9002}, [](CrossEntropyCase& c) {  // with columns behind vectors
     c.options = kAllOptions;
     c.weight_dtype = DType::float32;
+    c.logits_placement = c.grad_logits_placement = with_strides({9008, 1});
     c.wants_all_of_row = false;
   });
   add_each("soft targets", sizes, [](CrossEntropyCase& c) { c.targets_dtype = DType::float32; });
@@ -209,6 +210,16 @@ void add_cross_entropy(Cases& cases) {
       c.options.label_smoothing = 0.1;
     });
   }
+  // rescale_rows
+  add(cases, "cross_entropy", "gradients times an upstream gradient", is_any,
+      [](Device device, SelfTestResult& result) {
+        for (const DType dtype : kDTypes) {
+          for (const std::int64_t classes : {40, 5003}) {
+            result.add(compare_rescale({.device = device, .dtype = dtype, .shape = {7, classes}}));
+            result.add(compare_rescale({.device = device, .dtype = dtype, .shape = {7, classes}, .is_per_row = false}));
+          }
+        }
+      });
   // shard statistics by FullLoss, merge_shards, the backward of a shard
   add(cases, "cross_entropy", "classes in shards", is_any, [](Device device, SelfTestResult& result) {
     for (const DType dtype : kDTypes) {

@@ -2,6 +2,8 @@
 // the forward, the backward and forward_backward with the oracle.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -484,6 +486,59 @@ inline CrossEntropyShares compare_cross_entropy_in_shards(CrossEntropyCase test_
   test_case.runs_in_place = false;
   CrossEntropyShardsRun run(test_case, sizes);
   return shares_of_run<CrossEntropyComparison>(run, description_of(test_case) + ", in shards");
+}
+
+/// A gradient that cross_entropy_rescale() multiplies by 1, 0 and -1.7 in turn, row by row, or as a whole by -1.7.
+struct RescaleCase {
+  Device device;
+  DType dtype;
+  Dims shape;
+  int class_axis = 1;
+  Placement placement = {};
+  bool is_per_row = true;
+  DType factor_dtype = DType::float32;
+};
+
+struct RescaleShares {
+  std::string failure = {};  ///< on the first element outside of the contract; empty: all are within it
+  double gradient = 0.0;     ///< the worst error, as a share of the error that testing/tolerance.h allows
+  double worst() const { return gradient; }
+};
+
+/// Compares every element with the exact product, and every byte around the elements with its canary.
+inline RescaleShares compare_rescale(const RescaleCase& c) {
+  TestTensor gradient(c.device, c.dtype, c.shape, c.placement);
+  gradient.fill([](std::int64_t i) { return 3.0 * random_normal(91, static_cast<std::uint64_t>(i)); });
+  AxisSet axes;
+  axes.contains[c.class_axis] = true;
+  TestTensor factors(c.device, c.factor_dtype, c.is_per_row ? reduced_shape(c.shape, axes, false) : Dims{});
+  factors.fill([&](std::int64_t row) { return !c.is_per_row || row % 3 == 0 ? -1.7 : row % 3 == 1 ? 1.0 : 0.0; });
+  const std::int64_t rows = reference::row_count_of({.logits = gradient.host(), .class_axis = c.class_axis});
+  const auto elements_of = [&](std::int64_t row) {
+    return reference::elements_along(gradient.host(), c.class_axis, row);
+  };
+  std::vector<std::vector<double>> before;
+  for (std::int64_t row = 0; row < rows; ++row) before.push_back(elements_of(row));
+  cross_entropy_rescale({.grad_logits = gradient.view(), .grad_loss = factors.view(), .class_axis = c.class_axis});
+  runtime::synchronize(c.device);
+  gradient.download();
+  RescaleShares shares{.failure = gradient.canary_damage()};
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const double factor = factors.get(c.is_per_row ? row : 0);
+    const std::vector<double> after = elements_of(row);
+    for (std::size_t v = 0; v < after.size(); ++v) {
+      const double exact = before[static_cast<std::size_t>(row)][v] * factor;
+      const double allowed = factor == 1.0 ? 0.0 : allowed_error(c.dtype, exact, std::abs(exact));
+      const double error = std::abs(after[v] - exact);
+      if (error > 0.0) shares.gradient = std::max(shares.gradient, error / allowed);
+      if (!(error <= allowed) && shares.failure.empty()) {
+        shares.failure = std::string(name_of(c.dtype)) + " " + check::to_string(c.shape) + ", row " +
+                         std::to_string(row) + ", class " + std::to_string(v) + ": " +
+                         difference_beyond(allowed, c.dtype, after[v], exact);
+      }
+    }
+  }
+  return shares;
 }
 
 }  // namespace eaves::testing
