@@ -122,6 +122,7 @@ if(NOT CMAKE_CUDA_COMPILER)
   return()
 endif()
 enable_language(CUDA)
+set(CMAKE_INCLUDE_SYSTEM_FLAG_CUDA "-isystem ")  # CMake has "-isystem=", which ccache does not take for a path
 
 # CMake 3.25 does not know that nvcc has C++20.
 foreach(kind STANDARD EXTENSION)
