@@ -134,7 +134,8 @@ def captured(inputs: Inputs, make: Callable[[], Call]) -> Call:
 
     prepare()
     run()
-    if verify.difference(_tensors(output), expected):
+    # The plain kernel of a limit returns nothing.
+    if expected and verify.difference(_tensors(output), expected):
         raise RuntimeError("the replay of the CUDA graph has another result than the call")
     return Call(run, prepare)
 

@@ -40,7 +40,7 @@ def difference(actual: Results, expected: Results, tolerance: float | None = Non
         # The tolerance of the coarsest dtype: a peer may round when eaves does not, and its gradients then have that
         # error.
         dtypes = {tensor.dtype for each in (actual, expected) for tensor in each.values()}
-        tolerance = max((_TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)  # integers have to be equal
+        tolerance = max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)  # integers have to be equal
     for name, wanted in expected.items():
         found = actual[name]
         if found.shape != wanted.shape:

@@ -273,7 +273,7 @@ def test_a_compiled_model_may_have_got_its_adapter_after_patch(fresh_compiler: N
     expected = adapted(tiny_model(), target_modules=["lm_head"])(**batch())
     with pytest.raises(Exception, match=r"replaced after patch; call patch again"):
         torch.compile(model, backend="eager", fullgraph=True)(**batch())
-    if torch.__version__ < "2.12":
+    if torch.__version__.startswith("2.11."):
         pytest.skip("torch.compile of PyTorch 2.11 fails in an assertion of its own after this error")
     output = torch.compile(model, backend="eager")(**batch())
     assert output.logits is None

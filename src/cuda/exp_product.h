@@ -43,8 +43,8 @@ inline constexpr std::int64_t kExpProductClusterRows = 2 * kExpProductRows;
 /// The kernels need x and weight with rows that start on 16 bytes, and not transposed.
 bool takes_exp_product(DType dtype, const GemmMatrix& x, const GemmMatrix& weight, std::int64_t features);
 
-/// True if this build has the product and `device` can run it. The kernels for Blackwell
-/// are untested on hardware: there EAVES_FUSED_PRODUCT also has to be auto or 1.
+/// True if this build has the product and `device` can run it. The kernels for Blackwell are untested on hardware:
+/// there EAVES_FUSED_PRODUCT also has to be auto or 1.
 bool has_exp_product(Device device);
 
 /// The number of elements of a product's sums: [tiles of classes, rows up to a whole tile].

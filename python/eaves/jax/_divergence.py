@@ -290,15 +290,12 @@ def _product(x: jax.Array, head: jax.Array, is_transposed: bool) -> jax.Array:
 
 
 def _transformed(u: Any, scale: float, softcap: float | None, temperature: Any = 1.0) -> Any:
-    """Scaled and soft-capped logits, divided by the temperature. The barriers keep XLA from merging a factor into one
-    product and not into the other, and from rounding the logits differently in each sum that it merges them into: equal
-    heads have equal logits."""
+    """Scaled and soft-capped logits, divided by the temperature. The last factor includes the temperature: XLA may
+    merge two factors of a student but not of its teacher, and equal heads would then have different logits."""
+    if softcap is not None:
+        return softcap / temperature * jnp.tanh(u * (scale / softcap))
     factor = scale / temperature
-    if softcap is None and isinstance(factor, float) and factor == 1:
-        return u
-    u = jax.lax.optimization_barrier(u)
-    z = u * factor if softcap is None else softcap / temperature * jnp.tanh(u * (scale / softcap))
-    return jax.lax.optimization_barrier(z)
+    return u if isinstance(factor, float) and factor == 1 else u * factor
 
 
 def _slope(u: Any, scale: float, softcap: float) -> Any:

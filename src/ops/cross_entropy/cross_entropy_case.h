@@ -519,10 +519,13 @@ inline RescaleShares compare_rescale(const RescaleCase& c) {
   };
   std::vector<std::vector<double>> before;
   for (std::int64_t row = 0; row < rows; ++row) before.push_back(elements_of(row));
-  cross_entropy_rescale({.grad_logits = gradient.view(), .grad_loss = factors.view(), .class_axis = c.class_axis});
+  const CrossEntropyRescaleArgs args{
+      .grad_logits = gradient.view(), .grad_loss = factors.view(), .class_axis = c.class_axis};
+  cross_entropy_rescale(args);
   runtime::synchronize(c.device);
   gradient.download();
   RescaleShares shares{.failure = gradient.canary_damage()};
+  if (cross_entropy_rescale_workspace_bytes(args) != 0) shares.failure = "the workspace is not empty";
   for (std::int64_t row = 0; row < rows; ++row) {
     const double factor = factors.get(c.is_per_row ? row : 0);
     const std::vector<double> after = elements_of(row);
